@@ -1,0 +1,200 @@
+"""The settings of akv: read once at the rim, frozen afterwards.
+
+Rising precedence: defaults, the file named by ``AKV_CONFIG`` (JSON or TOML),
+``AKV_<FIELD>`` in the environment, what the caller gives (in vLLM:
+``kv_connector_extra_config``). A name that akv does not have is an error that
+names the nearest one it has; a value it cannot use is an error that says what
+to write. Nothing is read at import.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from akv.core.errors import ConfigError
+from akv.core.sizes import parse_size
+
+__all__ = ("Config",)
+
+_GIB = 1 << 30
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """What a person may set. Times are seconds, sizes bytes or ``"4GiB"``.
+
+    :ivar store: ``local:PATH?capacity=4GiB&checksum=on``, ``memory:NAME``, or
+        empty for a local store in shared memory
+    :ivar namespace: parts deployments that must not see each other's blocks
+    :ivar lookup_deadline: after this the engine goes on with what is known
+    :ivar load_deadline: a load that has not landed by then has failed for the
+        blocks that are missing, and the engine computes those
+    :ivar save_deadline: a save that has not been stored by then is dropped
+    :ivar max_load_bytes: staging memory for loads: bytes in flight
+    :ivar max_save_bytes: staging memory for saves: bytes in flight
+    :ivar max_pinned_fraction: share of the engine's blocks that saves may hold
+    :ivar save_decode: also save blocks that the model generated
+    :ivar on_store_unavailable: ``degrade`` (serve without a cache) or ``stop``
+    :ivar log_events: path of a JSON-lines file with every event, or ``off``
+    """
+
+    store: str = ""
+    namespace: str = "default"
+    lookup_deadline: float = 0.25
+    load_deadline: float = 5.0
+    save_deadline: float = 30.0
+    max_load_bytes: int = 128 * _MIB
+    max_save_bytes: int = 128 * _MIB
+    max_pinned_fraction: float = 0.25
+    save_decode: bool = False
+    on_store_unavailable: str = "degrade"
+    log_events: str = "off"
+
+    def __post_init__(self) -> None:
+        if not self.namespace:
+            raise ConfigError("namespace", self.namespace, "give it at least one letter")
+        for name in ("lookup_deadline", "load_deadline", "save_deadline"):
+            seconds = getattr(self, name)
+            if not (math.isfinite(seconds) and seconds > 0):
+                raise ConfigError(name, seconds, "give seconds above 0, as 0.25")
+        for name in ("max_load_bytes", "max_save_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, getattr(self, name), 'give a size, as "128MiB"')
+        if not 0 < self.max_pinned_fraction <= 1:
+            raise ConfigError(
+                "max_pinned_fraction",
+                self.max_pinned_fraction,
+                "give a share of the engine's blocks above 0 and at most 1",
+            )
+        if self.on_store_unavailable not in {"degrade", "stop"}:
+            raise ConfigError(
+                "on_store_unavailable",
+                self.on_store_unavailable,
+                'write "degrade" (serve without a cache) or "stop"',
+            )
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], *, source: str = "") -> Config:
+        """Build from plain values; see :meth:`load` for where they come from."""
+        return cls(**_parsed(values, source))
+
+    @classmethod
+    def load(
+        cls,
+        given: Mapping[str, Any] | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> Config:
+        """Read all sources, ``given`` having the last word.
+
+        :raises ConfigError: a name or a value that akv cannot use
+        """
+        environ = os.environ if environ is None else environ
+        values: dict[str, Any] = {}
+        path = environ.get("AKV_CONFIG")
+        if path:
+            values |= _parsed(_read(path), f" (in {path})")
+        for name in _PARSERS:
+            variable = f"AKV_{name.upper()}"
+            if variable in environ:
+                values |= _parsed({name: environ[variable]}, f" (from {variable})")
+        return cls(**(values | _parsed(given or {}, "")))
+
+
+def _read(path: str) -> Mapping[str, Any]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        if path.endswith(".toml"):
+            values = tomllib.loads(text)
+        else:
+            values = json.loads(text)
+    except OSError as error:
+        raise ConfigError("AKV_CONFIG", path, f"cannot be read: {error}") from error
+    except ValueError as error:
+        raise ConfigError(
+            "AKV_CONFIG", path, f"is not JSON (or TOML, if named so): {error}"
+        ) from error
+    if not isinstance(values, dict):
+        raise ConfigError("AKV_CONFIG", path, "must hold one object with settings")
+    return values
+
+
+def _parsed(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    parsed: dict[str, Any] = {}
+    for name, value in values.items():
+        parser = _PARSERS.get(name)
+        if parser is None:
+            near = difflib.get_close_matches(str(name), _PARSERS, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else "known settings are "
+            if not near:
+                hint += ", ".join(sorted(_PARSERS))
+            raise ConfigError(str(name), value, f"no such setting{source}; {hint}")
+        try:
+            parsed[name] = parser(value)
+        except ConfigError as error:
+            raise ConfigError(name, value, error.fix + source) from error
+        except (TypeError, ValueError) as error:
+            raise ConfigError(name, value, f"{error}{source}") from error
+    return parsed
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError("give text")
+    return value
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise TypeError("give a number")
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError("give a number") from None
+
+
+def _flag(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        match value.strip().lower():
+            case "1" | "true" | "yes" | "on":
+                return True
+            case "0" | "false" | "no" | "off":
+                return False
+            case _:
+                pass
+    raise ValueError("write true or false")
+
+
+def _size(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError('give bytes, as 134217728 or "128MiB"')
+    return parse_size(value)
+
+
+def _path_or_off(value: object) -> str:
+    if value is None or value is False:
+        return "off"
+    text = _text(value)
+    return text if text.strip().lower() not in {"", "off", "false", "none"} else "off"
+
+
+_BY_TYPE: dict[str, Callable[[object], Any]] = {
+    "str": _text,
+    "float": _number,
+    "int": _size,
+    "bool": _flag,
+}
+_PARSERS: dict[str, Callable[[object], Any]] = {
+    item.name: _BY_TYPE[str(item.type)] for item in fields(Config)
+} | {"log_events": _path_or_off}

@@ -1,0 +1,1 @@
+"""What to do: pure, frozen, tested without a loop. Imports nothing above it."""

@@ -1,0 +1,48 @@
+"""What a device must do for akv, whatever the memory is.
+
+Every copy blocks and comes from one of akv's copy threads, so that waiting
+for it is the pool's business. Only ``mark`` is called by the engine's own
+thread and must return at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from akv.core.plan import Window
+
+__all__ = ("Device", "Staged")
+
+Staged = npt.NDArray[np.uint8]
+"""Staging of one window: ``[objects, object_bytes]``, contiguous, akv's own."""
+
+
+class Device(Protocol):
+    """Moves windows between the engine's blocks and staging."""
+
+    def allocate(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Staging memory whose pages are there already; freed with the array."""
+        ...
+
+    def mark(self) -> Any:
+        """A point in the engine's order of work, for ``gather`` to wait for.
+
+        Called on the engine's thread after a forward; must not wait.
+        """
+        ...
+
+    def gather(self, window: Window, staged: Staged, mark: Any) -> None:
+        """Copy the window's blocks into ``staged``, not before ``mark``."""
+        ...
+
+    def scatter(
+        self, window: Window, staged: Staged, rows: npt.NDArray[np.intp] | None
+    ) -> None:
+        """Copy ``staged`` into the window's blocks: those of ``rows``, or all.
+
+        When it returns no copy can touch the blocks any more.
+        """
+        ...

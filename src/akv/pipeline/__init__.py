@@ -1,0 +1,1 @@
+"""The waits: one spec becomes one awaitable, with deadlines and limits."""

@@ -1,0 +1,143 @@
+"""Staging memory, handed out first come, first served, and its quarantine.
+
+A pool is one piece of memory cut into equal buffers, each as large as one
+window. Who waits for a buffer holds none, or only one that comes back
+whatever happens to the wait, so two loads can never each hold what the other
+needs. A buffer whose native call outlived its wait goes to quarantine and is
+back in the pool at the moment the call ends, not before.
+
+Used on the loop only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+import numpy as np
+import numpy.typing as npt
+
+from akv.core.events import MemoryQuarantined, MemoryReleased, Observer
+from akv.pipeline.native import Call
+
+__all__ = ("BufferPool", "BufferPoolStatistics", "StagingBuffer")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagingBuffer:
+    """One buffer of a pool, owned by whoever acquired it."""
+
+    memory: npt.NDArray[np.uint8]
+
+    def rows(self, objects: int, object_bytes: int) -> npt.NDArray[np.uint8]:
+        """The front of the buffer as ``[objects, object_bytes]``."""
+        return self.memory[: objects * object_bytes].reshape(objects, object_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferPoolStatistics:
+    """Buffers and their state, as of now."""
+
+    buffers: int
+    buffer_bytes: int
+    free: int
+    quarantined: int
+    waiting: int
+
+
+class BufferPool:
+    """``buffers`` pieces of ``memory``, of ``buffer_bytes`` each."""
+
+    def __init__(
+        self,
+        memory: npt.NDArray[np.uint8],
+        *,
+        buffer_bytes: int,
+        observer: Observer,
+    ) -> None:
+        self._buffer_bytes = buffer_bytes
+        self._count = memory.nbytes // buffer_bytes
+        self._free = [
+            StagingBuffer(memory[n * buffer_bytes : (n + 1) * buffer_bytes])
+            for n in range(self._count)
+        ]
+        self._waiters: deque[tuple[anyio.Event, list[StagingBuffer]]] = deque()
+        self._quarantined = 0
+        self._observer = observer
+
+    def statistics(self) -> BufferPoolStatistics:
+        """Numbers as of now."""
+        return BufferPoolStatistics(
+            buffers=self._count,
+            buffer_bytes=self._buffer_bytes,
+            free=len(self._free),
+            quarantined=self._quarantined,
+            waiting=len(self._waiters),
+        )
+
+    def acquire_nowait(self) -> StagingBuffer | None:
+        """A buffer, if one is free and nobody has waited longer for it."""
+        if self._free and not self._waiters:
+            return self._free.pop()
+        return None
+
+    async def acquire(self) -> StagingBuffer:
+        """A buffer, after all who asked before.
+
+        Cancellation: a buffer that was granted in the same moment goes to the
+        next in line; nothing is lost.
+        """
+        buffer = self.acquire_nowait()
+        if buffer is not None:
+            return buffer
+        waiter: tuple[anyio.Event, list[StagingBuffer]] = (anyio.Event(), [])
+        self._waiters.append(waiter)
+        try:
+            await waiter[0].wait()
+        except BaseException:
+            if waiter[1]:
+                self.release(waiter[1].pop())
+            else:
+                self._waiters.remove(waiter)
+            raise
+        return waiter[1].pop()
+
+    def release(self, buffer: StagingBuffer) -> None:
+        """Give a buffer back; nothing may touch its memory any more."""
+        if self._waiters:
+            event, granted = self._waiters.popleft()
+            granted.append(buffer)
+            event.set()
+        else:
+            self._free.append(buffer)
+
+    def release_after(self, buffer: StagingBuffer, call: Call[Any]) -> None:
+        """Give a buffer back as soon as ``call`` can no longer touch it."""
+        if call.ended:
+            self.release(buffer)
+            return
+        self._quarantined += 1
+        self._observer.on(
+            MemoryQuarantined(
+                bytes=self._buffer_bytes,
+                total_bytes=self._quarantined * self._buffer_bytes,
+                reason="its native call has not ended",
+            )
+        )
+        call.on_end(self._returned(buffer))
+
+    def _returned(self, buffer: StagingBuffer) -> Callable[[], None]:
+        def back() -> None:
+            self._quarantined -= 1
+            self._observer.on(
+                MemoryReleased(
+                    bytes=self._buffer_bytes,
+                    total_bytes=self._quarantined * self._buffer_bytes,
+                )
+            )
+            self.release(buffer)
+
+        return back

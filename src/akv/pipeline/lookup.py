@@ -1,0 +1,236 @@
+"""Asking a store for the longest prefix that it holds.
+
+Each lookup is one task. It asks in windows that grow, and the windows that
+come up in one turn of the loop share one call of the store, so that the
+requests of one engine step cost one call and not one each. A lookup holds no
+memory of the engine: when its deadline passes or it is cancelled the waiting
+stops, and a call that is under way ends unwatched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import anyio
+import anyio.abc
+
+from akv.core.errors import AkvError
+from akv.core.events import (
+    LookupAnswered,
+    LookupExpired,
+    LookupFailed,
+    LookupStarted,
+    Observer,
+)
+from akv.core.keys import BlockKey, make_keys
+from akv.core.plan import probe_windows
+from akv.core.spec import LookupSpec
+from akv.pipeline.native import NativePool
+from akv.store.base import BlockStore, Failure, Outcome, Status
+
+__all__ = ("LookupPipeline", "Unreadable")
+
+_MOST_KEYS = 8192
+"""Keys of one call, all lookups of a turn together."""
+
+
+class Unreadable:
+    """Keys that were promised and could not be read: misses for some seconds.
+
+    Bounded: beyond ``most`` keys the oldest are forgotten first. Used on the
+    loop only.
+    """
+
+    def __init__(
+        self,
+        *,
+        seconds: float = 10.0,
+        most: int = 65536,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._seconds = seconds
+        self._most = most
+        self._clock = clock
+        self._until: OrderedDict[BlockKey, float] = OrderedDict()
+
+    def add(self, keys: Sequence[BlockKey]) -> None:
+        """Remember that ``keys`` could not be read just now."""
+        until = self._clock() + self._seconds
+        for key in keys:
+            self._until.pop(key, None)
+            self._until[key] = until
+        while len(self._until) > self._most:
+            self._until.popitem(last=False)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        until = self._until.get(key)
+        if until is None:
+            return False
+        if until < self._clock():
+            del self._until[key]
+            return False
+        return True
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+
+@dataclass(slots=True)
+class _Question:
+    """Keys that wait for the next call, and what came of them."""
+
+    keys: tuple[BlockKey, ...]
+    answered: anyio.Event
+    outcomes: list[Outcome] | None = None
+    error: AkvError | None = None
+
+
+class LookupPipeline:
+    """Answers lookups of one session. Lives on the loop."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        pool: NativePool,
+        tasks: anyio.abc.TaskGroup,
+        *,
+        deadline: float,
+        observer: Observer,
+    ) -> None:
+        self._store = store
+        self._pool = pool
+        self._tasks = tasks
+        self._deadline = deadline
+        self._observer = observer
+        self._pending: deque[_Question] = deque()
+        self._asking = False
+        self.unreadable = Unreadable()
+
+    async def lookup(self, spec: LookupSpec) -> int:
+        """How many blocks from ``spec.first_block`` on are there, without a gap.
+
+        Blocks that the rounding rule could never use are not asked for. A
+        store that fails, or the deadline, ends the lookup with what is known
+        so far: a lookup never raises for the store's sake.
+
+        Cancellation: stops the waiting; nothing stays behind.
+        """
+        started = time.monotonic()
+        last = min(len(spec.hashes), spec.askable_blocks)
+        if last <= spec.first_block:
+            return 0
+        self._observer.on(
+            LookupStarted(
+                request_id=spec.request_id,
+                first_block=spec.first_block,
+                blocks=last - spec.first_block,
+            )
+        )
+        found = 0
+        try:
+            with anyio.fail_after(self._deadline):
+                for window in probe_windows(spec.first_block, last):
+                    keys = make_keys(
+                        spec.space,
+                        spec.group,
+                        0,
+                        spec.hashes[window.start : window.stop],
+                    )
+                    leading, failure = self._leading(keys, await self._ask(keys))
+                    found += leading
+                    if failure is not None:
+                        raise _StoreFailed(failure)
+                    if leading < len(window):
+                        break
+        except TimeoutError:
+            self._observer.on(
+                LookupExpired(
+                    request_id=spec.request_id, found=found, deadline=self._deadline
+                )
+            )
+        except AkvError as error:
+            self._observer.on(
+                LookupFailed(
+                    request_id=spec.request_id,
+                    found=found,
+                    reason=str(error),
+                    seconds=time.monotonic() - started,
+                )
+            )
+        else:
+            self._observer.on(
+                LookupAnswered(
+                    request_id=spec.request_id,
+                    first_block=spec.first_block,
+                    found=found,
+                    seconds=time.monotonic() - started,
+                )
+            )
+        return found
+
+    def _leading(
+        self, keys: Sequence[BlockKey], outcomes: Sequence[Outcome]
+    ) -> tuple[int, str | None]:
+        for count, (key, outcome) in enumerate(zip(keys, outcomes, strict=True)):
+            if isinstance(outcome, Failure):
+                return count, outcome.reason
+            if outcome is not Status.HIT or key in self.unreadable:
+                return count, None
+        return len(keys), None
+
+    async def _ask(self, keys: tuple[BlockKey, ...]) -> list[Outcome]:
+        question = _Question(keys, anyio.Event())
+        self._pending.append(question)
+        if not self._asking:
+            self._asking = True
+            self._tasks.start_soon(self._ask_all)
+        await question.answered.wait()
+        if question.error is not None:
+            raise question.error
+        assert question.outcomes is not None  # noqa: S101
+        return question.outcomes
+
+    async def _ask_all(self) -> None:
+        try:
+            while self._pending:
+                batch: list[_Question] = []
+                size = 0
+                while self._pending and (
+                    not batch or size + len(self._pending[0].keys) <= _MOST_KEYS
+                ):
+                    batch.append(self._pending.popleft())
+                    size += len(batch[-1].keys)
+                self._tasks.start_soon(self._answer, batch)
+                await anyio.lowlevel.checkpoint()
+        finally:
+            self._asking = False
+
+    async def _answer(self, batch: list[_Question]) -> None:
+        keys = [key for question in batch for key in question.keys]
+        try:
+            outcomes = await self._pool.run(
+                lambda: self._store.exists(keys, promise=True)
+            )
+        except AkvError as error:
+            for question in batch:
+                question.error = error
+                question.answered.set()
+            return
+        except Exception as error:  # noqa: BLE001
+            for question in batch:
+                question.error = _StoreFailed(f"{type(error).__name__}: {error}")
+                question.answered.set()
+            return
+        position = 0
+        for question in batch:
+            end = position + len(question.keys)
+            question.outcomes = outcomes[position:end]
+            position = end
+            question.answered.set()
+
+
+class _StoreFailed(AkvError):
+    """The store answered a lookup with a failure."""

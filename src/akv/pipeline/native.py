@@ -1,0 +1,221 @@
+"""Calls that block, in threads of akv's own, and the fence around each.
+
+A pool has a fixed number of threads and belongs to one kind of work, so that
+hung gets cannot starve lookups. A call that has begun cannot be stopped: who
+waits for it may give up, and the :class:`Call` then still tells when it has
+ended, which is the point from which its memory may be used again. A call
+that has not begun can be withdrawn, and then never begins.
+
+Everything but the work itself runs on the loop. The threads are daemons,
+since a thread that hangs in native code must not keep the process alive;
+they lose no error, as whatever happens in them is a call's outcome.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
+
+import anyio
+
+from akv.core.errors import SessionClosedError
+
+__all__ = ("Call", "LoopHandle", "NativePool", "PoolStatistics")
+
+T = TypeVar("T")
+
+
+class LoopHandle:
+    """Lets any thread run a function on the loop that made it."""
+
+    def __init__(self) -> None:
+        self._post: Callable[..., object]
+        try:
+            self._post = asyncio.get_running_loop().call_soon_threadsafe
+        except RuntimeError:
+            import trio  # noqa: PLC0415
+
+            self._post = trio.lowlevel.current_trio_token().run_sync_soon
+
+    def post(self, function: Callable[..., object], *args: object) -> bool:
+        """Run ``function`` on the loop soon; False if the loop is gone."""
+        try:
+            self._post(function, *args)
+        except RuntimeError:
+            return False
+        return True
+
+
+class Call(Generic[T]):
+    """One call into blocking code: waiting, running or ended.
+
+    Made by :meth:`NativePool.submit`; to be used on the loop.
+    """
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function: Callable[[], T] | None = function
+        self._ended = anyio.Event()
+        self._callbacks: list[Callable[[], None]] = []
+        self._result: T | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing of this call runs any more, nor ever will."""
+        return self._ended.is_set()
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` on the loop when the call has ended, or now."""
+        if self.ended:
+            callback()
+        else:
+            self._callbacks.append(callback)
+
+    async def wait(self) -> T:
+        """Its result, or its error.
+
+        Cancellation: the waiting stops, the call does not.
+        """
+        await self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        return cast("T", self._result)
+
+    def _take(self) -> Callable[[], T] | None:
+        function, self._function = self._function, None
+        return function
+
+    def _end(self, result: T | None, error: BaseException | None) -> None:
+        self._result, self._error = result, error
+        self._ended.set()
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolStatistics:
+    """Calls of one pool, as of now."""
+
+    threads: int
+    running: int
+    queued: int
+    ended: int
+
+
+class NativePool:
+    """A fixed number of threads for one kind of blocking call, FIFO.
+
+    Made and used on the loop. The queue has no bound of its own: who submits
+    holds a permit (staging, a lookup's place), and those are bounded.
+    """
+
+    def __init__(self, name: str, threads: int) -> None:
+        self._name = name
+        self._limit = threads
+        self._loop = LoopHandle()
+        self._condition = threading.Condition()
+        self._queue: deque[Call[Any]] = deque()
+        self._threads: list[threading.Thread] = []
+        self._idle = 0
+        self._running = 0
+        self._ended = 0
+        self._closed = False
+
+    def statistics(self) -> PoolStatistics:
+        """Numbers as of now."""
+        with self._condition:
+            return PoolStatistics(
+                threads=len(self._threads),
+                running=self._running,
+                queued=len(self._queue),
+                ended=self._ended,
+            )
+
+    def submit(self, function: Callable[[], T]) -> Call[T]:
+        """Queue a call; it begins when a thread is free."""
+        call = Call(function)
+        with self._condition:
+            if self._closed:
+                raise SessionClosedError(f"the {self._name} threads are closed")
+            self._queue.append(call)
+            if self._idle >= len(self._queue):
+                self._condition.notify()
+                return call
+            if len(self._threads) < self._limit:
+                thread = threading.Thread(
+                    target=self._work,
+                    name=f"akv-{self._name}-{len(self._threads)}",
+                    daemon=True,
+                )
+                self._threads.append(thread)
+                thread.start()
+        return call
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Submit and wait, for calls that hold no memory of akv's.
+
+        Cancellation: a call that has not begun never begins; one that has
+        runs to its end unwatched, and its result is dropped.
+        """
+        call = self.submit(function)
+        try:
+            return await call.wait()
+        except BaseException:
+            self.withdraw(call)
+            raise
+
+    def withdraw(self, call: Call[Any]) -> bool:
+        """Keep a call from beginning; False if it has begun already."""
+        with self._condition:
+            if call not in self._queue:
+                return call.ended
+            self._queue.remove(call)
+            call._take()  # noqa: SLF001
+        call._end(None, SessionClosedError("withdrawn"))  # noqa: SLF001
+        return True
+
+    async def close(self, grace: float) -> int:
+        """Begin nothing more and wait ``grace`` seconds for what runs.
+
+        Returns how many calls had not ended by then; their threads go on.
+        """
+        with self._condition:
+            self._closed = True
+            queued = tuple(self._queue)
+            self._condition.notify_all()
+        for call in queued:
+            self.withdraw(call)
+        running = 0
+        with anyio.move_on_after(grace):
+            while (running := self.statistics().running) > 0:
+                await anyio.sleep(0.005)
+        return running
+
+    def _work(self) -> None:
+        while True:
+            with self._condition:
+                while not self._queue:
+                    if self._closed:
+                        return
+                    self._idle += 1
+                    self._condition.wait()
+                    self._idle -= 1
+                call = self._queue.popleft()
+                function = call._take()  # noqa: SLF001
+                self._running += 1
+            result: Any = None
+            error: BaseException | None = None
+            try:
+                result = function() if function is not None else None
+            except BaseException as caught:  # noqa: BLE001
+                error = caught
+            with self._condition:
+                self._running -= 1
+                self._ended += 1
+            self._loop.post(call._end, result, error)  # noqa: SLF001
+            del call, function, result, error

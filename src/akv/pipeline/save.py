@@ -1,0 +1,309 @@
+"""A save: blocks of the engine into staging, and from there into the store.
+
+The engine's blocks are needed until they have been copied, which is long
+before the store has them, so the two ends are told apart. What the store has
+already is not copied again. A put begins only after the one before it has
+ended well: when a block was dropped, nothing behind it is saved, since a
+prefix with a hole could never be found.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import anyio
+
+from akv.core.errors import AkvError
+from akv.core.events import Observer, SaveCopied, SaveDropped, SaveStarted, SaveStored
+from akv.core.geometry import Geometry
+from akv.core.keys import BlockKey, make_keys
+from akv.core.plan import Window, transfer_windows
+from akv.core.spec import SaveSpec
+from akv.device.base import Device
+from akv.pipeline.budget import BufferPool, StagingBuffer
+from akv.pipeline.native import Call, NativePool
+from akv.store.base import BlockStore, Failure, Outcome, Status
+
+__all__ = ("SaveOutcome", "SavePipeline")
+
+_MOST_CHAINS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOutcome:
+    """What became of a save: each object is stored, was there, or dropped."""
+
+    spec: SaveSpec
+    stored: int
+    existed: int
+    dropped: int
+    reason: str
+
+
+@dataclass(slots=True)
+class _Put:
+    """A window on its way into the store."""
+
+    keys: tuple[BlockKey, ...]
+    buffer: StagingBuffer
+    call: Call[list[Outcome]]
+
+
+class _Run:
+    """One save while it runs."""
+
+    def __init__(self, spec: SaveSpec, on_copied: Callable[[], None]) -> None:
+        self.spec = spec
+        self.started = time.monotonic()
+        self.stored = 0
+        self.existed = 0
+        self.bytes = 0
+        self.reason = ""
+        self._on_copied: Callable[[], None] | None = on_copied
+
+    def copied(self) -> bool:
+        """Tell, the first time only, that the engine's blocks are free."""
+        callback, self._on_copied = self._on_copied, None
+        if callback is None:
+            return False
+        callback()
+        return True
+
+
+class SavePipeline:
+    """Carries saves out for one session. Lives on the loop."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        device: Device,
+        geometry: Geometry,
+        staging: BufferPool,
+        *,
+        puts: NativePool,
+        copies: NativePool,
+        deadline: float,
+        window_bytes: int,
+        observer: Observer,
+    ) -> None:
+        self._store = store
+        self._device = device
+        self._geometry = geometry
+        self._staging = staging
+        self._puts = puts
+        self._copies = copies
+        self._deadline = deadline
+        self._window_bytes = window_bytes
+        self._observer = observer
+        self._tails: dict[int, anyio.Event] = {}
+        self._broken: OrderedDict[int, None] = OrderedDict()
+
+    async def save(
+        self, spec: SaveSpec, mark: Any, on_copied: Callable[[], None]
+    ) -> SaveOutcome:
+        """Save what ``spec`` names, not before ``mark``.
+
+        ``on_copied`` is called once, on the loop, when nothing of this save
+        can read the engine's blocks any more, however the save goes on. The
+        store's failures are in the outcome and never raised.
+
+        :raises PlanError: ``spec`` does not fit the geometry; ``on_copied``
+            has been called
+
+        Cancellation: a copy out of the engine's blocks that has begun is
+        waited for, a put is left to itself with its memory in quarantine.
+        """
+        run = _Run(spec, on_copied)
+        previous = self._tails.get(spec.chain)
+        tail = self._tails[spec.chain] = anyio.Event()
+        try:
+            windows = transfer_windows(
+                spec.spans,
+                self._geometry,
+                max_bytes=self._window_bytes,
+                max_objects=1024,
+            )
+            self._observer.on(
+                SaveStarted(
+                    request_id=spec.request_id,
+                    job_id=spec.job_id,
+                    objects=len(spec),
+                    bytes=sum(window.num_bytes for window in windows),
+                )
+            )
+            with anyio.move_on_after(self._deadline) as scope:
+                await self._transfer(run, windows, mark, previous)
+            if scope.cancelled_caught and not run.reason:
+                run.reason = f"not stored within {self._deadline:g} s (save_deadline)"
+        finally:
+            self._copied(run)
+            if run.stored + run.existed < len(spec):
+                self._break(spec.chain)
+            tail.set()
+            if self._tails.get(spec.chain) is tail:
+                del self._tails[spec.chain]
+        return self._outcome(run)
+
+    async def _transfer(
+        self,
+        run: _Run,
+        windows: tuple[Window, ...],
+        mark: Any,
+        previous: anyio.Event | None,
+    ) -> None:
+        put: _Put | None = None
+        try:
+            for window in windows:
+                if run.spec.chain in self._broken:
+                    run.reason = run.reason or "a block before it was dropped"
+                    return
+                missing = await self._missing(run, window)
+                if run.reason:
+                    return
+                if not missing:
+                    continue
+                buffer = await self._staging.acquire()
+                try:
+                    await self._gather(missing, buffer, mark)
+                    if window is windows[-1]:
+                        self._copied(run)
+                    if previous is not None:
+                        await previous.wait()
+                        previous = None
+                    done, put = put, None
+                    if done is not None:
+                        await self._finished(run, done)
+                    if run.reason or run.spec.chain in self._broken:
+                        run.reason = run.reason or "a block before it was dropped"
+                        return
+                    put = self._put(run, missing, buffer)
+                finally:
+                    if put is None or put.buffer is not buffer:
+                        self._staging.release(buffer)
+            self._copied(run)
+            done, put = put, None
+            if done is not None:
+                await self._finished(run, done)
+        except AkvError as error:
+            run.reason = str(error)
+        except Exception as error:  # noqa: BLE001
+            run.reason = f"{type(error).__name__}: {error}"
+        finally:
+            if put is not None:
+                self._let_go(put)
+
+    async def _missing(self, run: _Run, window: Window) -> Window | None:
+        keys = make_keys(run.spec.space, window.group, 0, window.hashes)
+        outcomes = await self._puts.run(lambda: self._store.exists(keys))
+        rows: list[int] = []
+        for row, outcome in enumerate(outcomes):
+            if outcome is Status.HIT:
+                run.existed += 1
+            elif isinstance(outcome, Failure):
+                run.reason = outcome.reason
+                return None
+            else:
+                rows.append(row)
+        if not rows:
+            return None
+        return replace(
+            window,
+            hashes=tuple(window.hashes[row] for row in rows),
+            block_ids=tuple(window.block_ids[row] for row in rows),
+        )
+
+    async def _gather(self, window: Window, buffer: StagingBuffer, mark: Any) -> None:
+        staged = buffer.rows(len(window), window.object_bytes)
+        call = self._copies.submit(lambda: self._device.gather(window, staged, mark))
+        try:
+            await call.wait()
+        except anyio.get_cancelled_exc_class():
+            if not self._copies.withdraw(call):
+                with anyio.CancelScope(shield=True):
+                    await call.wait()
+            raise
+
+    def _put(self, run: _Run, window: Window, buffer: StagingBuffer) -> _Put:
+        keys = make_keys(run.spec.space, window.group, 0, window.hashes)
+        rows = buffer.rows(len(window), window.object_bytes)
+        call = self._puts.submit(
+            lambda: self._store.put_from(keys, [row.data for row in rows])
+        )
+        return _Put(keys, buffer, call)
+
+    async def _finished(self, run: _Run, put: _Put) -> None:
+        try:
+            outcomes = await put.call.wait()
+        finally:
+            self._let_go(put)
+        hole = False
+        behind: list[BlockKey] = []
+        for key, outcome in zip(put.keys, outcomes, strict=True):
+            if hole:
+                if outcome is Status.STORED:
+                    behind.append(key)
+            elif outcome is Status.STORED:
+                run.stored += 1
+                run.bytes += self._geometry.slot_bytes
+            elif outcome is Status.EXISTS:
+                run.existed += 1
+            else:
+                hole = True
+                run.reason = (
+                    outcome.reason
+                    if isinstance(outcome, Failure)
+                    else "no room in the store"
+                )
+        if behind:
+            await self._puts.run(lambda: self._store.remove(behind))
+
+    def _let_go(self, put: _Put) -> None:
+        self._puts.withdraw(put.call)
+        self._staging.release_after(put.buffer, put.call)
+
+    def _copied(self, run: _Run) -> None:
+        if run.copied():
+            self._observer.on(
+                SaveCopied(
+                    request_id=run.spec.request_id,
+                    job_id=run.spec.job_id,
+                    seconds=time.monotonic() - run.started,
+                )
+            )
+
+    def _break(self, chain: int) -> None:
+        self._broken[chain] = None
+        if len(self._broken) > _MOST_CHAINS:
+            self._broken.popitem(last=False)
+
+    def _outcome(self, run: _Run) -> SaveOutcome:
+        spec = run.spec
+        dropped = len(spec) - run.stored - run.existed
+        if dropped:
+            self._observer.on(
+                SaveDropped(
+                    request_id=spec.request_id, objects=dropped, reason=run.reason
+                )
+            )
+        if run.stored or run.existed or not dropped:
+            self._observer.on(
+                SaveStored(
+                    request_id=spec.request_id,
+                    job_id=spec.job_id,
+                    stored=run.stored,
+                    existed=run.existed,
+                    bytes=run.bytes,
+                    seconds=time.monotonic() - run.started,
+                )
+            )
+        return SaveOutcome(
+            spec=spec,
+            stored=run.stored,
+            existed=run.existed,
+            dropped=dropped,
+            reason=run.reason,
+        )

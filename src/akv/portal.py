@@ -1,0 +1,435 @@
+"""The bridge from threads that must not wait to the loop that may.
+
+A portal owns one thread with one loop and one session in it. The engine's
+threads post what a step brought into an inbox, wake the loop once, and later
+take what has ended from an outbox; neither ever waits for the store. Whoever
+owns what:
+
+* ``_inbox`` is appended to by any thread and emptied by the loop;
+* ``_outbox`` is appended to by the loop and emptied by one caller's thread;
+* everything else belongs to the loop.
+
+Every load that was posted is put into the outbox once, whatever happens to
+its task, to the session or to the loop; every save is put there once when
+the engine's blocks are free and once when it has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import anyio
+import anyio.abc
+
+from akv.config import Config
+from akv.core.errors import AkvError, SessionClosedError, WrongThreadError
+from akv.core.events import Observer
+from akv.core.geometry import Geometry
+from akv.core.spec import LoadSpec, LookupSpec, SaveSpec
+from akv.device.base import Device
+from akv.pipeline.native import LoopHandle
+from akv.session import CLOSE_GRACE, Session, open_session
+from akv.store.base import BlockStore
+
+__all__ = (
+    "Answer",
+    "CancelLoad",
+    "Command",
+    "Ended",
+    "Forget",
+    "LoadEnded",
+    "Portal",
+    "PostLoad",
+    "PostLookup",
+    "PostSave",
+    "SaveCopiedOut",
+    "SaveEnded",
+)
+
+T = TypeVar("T")
+
+
+class Answer:
+    """What a lookup found, once it is known. Written once, by the loop.
+
+    Reading ``found`` from another thread needs no lock: it is one reference.
+    """
+
+    __slots__ = ("cancelled", "found")
+
+    def __init__(self) -> None:
+        self.found: int | None = None
+        self.cancelled = False
+
+
+@dataclass(frozen=True, slots=True)
+class PostLookup:
+    """Look ``spec`` up and write the result into ``answer``."""
+
+    spec: LookupSpec
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class PostLoad:
+    """Load ``spec``; reported by ``LoadEnded``."""
+
+    spec: LoadSpec
+
+
+@dataclass(frozen=True, slots=True)
+class CancelLoad:
+    """Nobody wants this load any longer; it is reported all the same."""
+
+    load_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class PostSave:
+    """Save ``spec``; reported by ``SaveCopiedOut`` and ``SaveEnded``."""
+
+    spec: SaveSpec
+    mark: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Take blocks for missing during the next seconds."""
+
+    space: bytes
+    hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A function that a blocking caller waits for."""
+
+    function: Callable[[], Awaitable[None]]
+    refused: Callable[[], None]
+
+
+Command: TypeAlias = PostLookup | PostLoad | CancelLoad | PostSave | Forget | _Run
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEnded:
+    """A load has ended; nothing of akv's touches its blocks any more."""
+
+    spec: LoadSpec
+    failed_blocks: tuple[int, ...]
+    failed_hashes: tuple[bytes, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCopiedOut:
+    """The engine's blocks are not needed any more for this save."""
+
+    spec: SaveSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SaveEnded:
+    """A save has ended; ``dropped`` of its objects were not stored."""
+
+    spec: SaveSpec
+    dropped: int
+    reason: str
+
+
+Ended: TypeAlias = LoadEnded | SaveCopiedOut | SaveEnded
+
+
+class Portal:
+    """A session on a thread of its own. Made by :meth:`start`."""
+
+    def __init__(self, role: str) -> None:
+        self._role = role
+        self._pid = os.getpid()
+        self._inbox: deque[Command] = deque()
+        self._outbox: deque[Ended] = deque()
+        self._woken = False
+        self._loop: LoopHandle | None = None
+        self._wake = threading.Event()
+        self._scopes: dict[int, anyio.CancelScope] = {}
+        self._loads: dict[int, LoadSpec] = {}
+        self._saves: dict[int, SaveSpec] = {}
+        self._session: Session | None = None
+        self._opened: Future[None] = Future()
+        self._failure: str | None = None
+        self._stop = False
+        self._signal: anyio.Event | None = None
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def start(
+        cls,
+        config: Config,
+        geometry: Geometry,
+        device: Device | None = None,
+        *,
+        role: str = "portal",
+        observer: Observer | None = None,
+        store: BlockStore | None = None,
+    ) -> Portal:
+        """Start the thread and wait until its session is open.
+
+        :raises AkvError: what :func:`akv.open_session` raises; then nothing runs
+        """
+        portal = cls(role)
+
+        async def serve() -> None:
+            async with open_session(
+                config, geometry, device, role=role, observer=observer, store=store
+            ) as session:
+                await portal._serve(session)
+
+        def work() -> None:
+            try:
+                anyio.run(serve)
+            except BaseException as error:  # noqa: BLE001
+                portal._failed(error)
+            else:
+                portal._failed(SessionClosedError(f"the {role} session is closed"))
+
+        portal._thread = threading.Thread(
+            target=work, name=f"akv-{role}-loop", daemon=True
+        )
+        portal._thread.start()
+        portal._opened.result()
+        return portal
+
+    @property
+    def store_url(self) -> str:
+        """The address of the session's store."""
+        return self._session.store_url if self._session is not None else ""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the session takes work."""
+        return self._failure is None
+
+    def post(self, commands: Iterable[Command]) -> None:
+        """Hand a step over; wakes the loop at most once. Never waits.
+
+        After the session has ended commands are answered at once: loads as
+        failed, saves as dropped, lookups with nothing found.
+
+        :raises WrongThreadError: used in a forked child
+        """
+        self._check_process()
+        self._inbox.extend(commands)
+        if self._failure is not None:
+            self._refuse()
+        elif self._inbox and not self._woken:
+            self._woken = True
+            loop = self._loop
+            if loop is None or not loop.post(self._set_signal):
+                self._refuse()
+
+    def drain(self) -> list[Ended]:
+        """What has ended since the last call. Never waits."""
+        ended: list[Ended] = []
+        while self._outbox:
+            ended.append(self._outbox.popleft())
+        return ended
+
+    def call(
+        self, function: Callable[[Session], Awaitable[T]], *, timeout: float
+    ) -> T:
+        """Run ``function(session)`` on the loop and wait for it; for rare calls.
+
+        :raises WrongThreadError: called from the loop's own thread or from a
+            thread that runs a loop: await the session there instead
+        :raises TimeoutError: it took longer than ``timeout`` seconds; it has
+            been cancelled
+        """
+        self._check_process()
+        if threading.current_thread() is self._thread:
+            raise WrongThreadError(
+                "portal.call() on the portal's own loop; await the session instead"
+            )
+        if _runs_a_loop():
+            raise WrongThreadError(
+                "portal.call() on a running event loop would stop it; "
+                "use akv.open_session() there"
+            )
+        result: Future[T] = Future()
+
+        async def run() -> None:
+            assert self._session is not None  # noqa: S101
+            try:
+                with anyio.fail_after(timeout):
+                    value = await function(self._session)
+            except Exception as error:  # noqa: BLE001
+                result.set_exception(error)
+            except BaseException:
+                refused()
+                raise
+            else:
+                result.set_result(value)
+
+        def refused() -> None:
+            result.set_exception(SessionClosedError(self._failure or "closing"))
+
+        self.post([_Run(run, refused)])
+        return result.result(timeout + 1.0)
+
+    def close(self, grace: float = CLOSE_GRACE + 1.0) -> bool:
+        """End all tasks and the thread; False if it did not end in time.
+
+        Loads that are open are reported failed when nothing touches their
+        blocks. Twice is no error.
+        """
+        if self._pid != os.getpid():
+            return True
+        self._stop = True
+        if self._loop is not None:
+            self._loop.post(self._set_signal)
+        if self._thread is None or self._thread is threading.current_thread():
+            return False
+        self._thread.join(grace)
+        return not self._thread.is_alive()
+
+    # On the loop.
+
+    def _set_signal(self) -> None:
+        if self._signal is not None:
+            self._signal.set()
+
+    async def _serve(self, session: Session) -> None:
+        self._session = session
+        self._loop = LoopHandle()
+        self._signal = anyio.Event()
+        async with anyio.create_task_group() as tasks:
+            self._opened.set_result(None)
+            while not self._stop:
+                await self._signal.wait()
+                self._signal = anyio.Event()
+                self._woken = False
+                self._take(session, tasks)
+            tasks.cancel_scope.cancel()
+
+    def _take(self, session: Session, tasks: anyio.abc.TaskGroup) -> None:
+        while self._inbox:
+            match self._inbox.popleft():
+                case PostLookup(spec, answer):
+                    tasks.start_soon(self._lookup, session, spec, answer)
+                case PostLoad(spec):
+                    scope = self._scopes[spec.load_id] = anyio.CancelScope()
+                    self._loads[spec.load_id] = spec
+                    tasks.start_soon(self._load, session, spec, scope)
+                case CancelLoad(load_id):
+                    found = self._scopes.get(load_id)
+                    if found is not None:
+                        found.cancel()
+                case PostSave(spec, mark):
+                    self._saves[spec.job_id] = spec
+                    tasks.start_soon(self._save, session, spec, mark)
+                case Forget(space, hashes):
+                    session.forget(space, 0, hashes)
+                case _Run(function, _):
+                    tasks.start_soon(function)
+
+    async def _lookup(self, session: Session, spec: LookupSpec, answer: Answer) -> None:
+        found = 0
+        try:
+            if not answer.cancelled:
+                found = await session.lookup(spec)
+        except AkvError:
+            pass
+        finally:
+            answer.found = found
+
+    async def _load(
+        self, session: Session, spec: LoadSpec, scope: anyio.CancelScope
+    ) -> None:
+        blocks = tuple(block for span in spec.spans for block in span.block_ids)
+        ended = LoadEnded(spec, blocks, (), "cancelled")
+        try:
+            with scope:
+                outcome = await session.load(spec)
+                ended = LoadEnded(
+                    spec, outcome.failed_blocks, outcome.failed_hashes, outcome.reason
+                )
+        except Exception as error:  # noqa: BLE001
+            ended = LoadEnded(spec, blocks, (), f"{type(error).__name__}: {error}")
+        finally:
+            self._scopes.pop(spec.load_id, None)
+            self._loads.pop(spec.load_id, None)
+            self._outbox.append(ended)
+
+    async def _save(self, session: Session, spec: SaveSpec, mark: Any) -> None:
+        copied = False
+
+        def on_copied() -> None:
+            nonlocal copied
+            if not copied:
+                copied = True
+                self._outbox.append(SaveCopiedOut(spec))
+
+        ended = SaveEnded(spec, len(spec), "cancelled")
+        try:
+            outcome = await session.save(spec, mark=mark, on_copied=on_copied)
+            ended = SaveEnded(spec, outcome.dropped, outcome.reason)
+        except Exception as error:  # noqa: BLE001
+            ended = SaveEnded(spec, len(spec), f"{type(error).__name__}: {error}")
+        finally:
+            on_copied()
+            self._saves.pop(spec.job_id, None)
+            self._outbox.append(ended)
+
+    # When it is over, and for whoever comes later.
+
+    def _failed(self, error: BaseException) -> None:
+        self._failure = f"{type(error).__name__}: {error}"
+        if not self._opened.done():
+            self._opened.set_exception(error)
+        # A task that never ran has reported nothing: put it where it is refused.
+        self._inbox.extendleft([PostLoad(spec) for spec in self._loads.values()])
+        self._inbox.extendleft([PostSave(spec, None) for spec in self._saves.values()])
+        self._loads.clear()
+        self._saves.clear()
+        self._refuse()
+
+    def _refuse(self) -> None:
+        reason = self._failure or "the session is closed"
+        while True:
+            try:
+                command = self._inbox.popleft()
+            except IndexError:
+                return
+            match command:
+                case PostLookup(_, answer):
+                    answer.found = 0
+                case PostLoad(spec):
+                    blocks = tuple(b for span in spec.spans for b in span.block_ids)
+                    self._outbox.append(LoadEnded(spec, blocks, (), reason))
+                case PostSave(spec, _):
+                    self._outbox.append(SaveCopiedOut(spec))
+                    self._outbox.append(SaveEnded(spec, len(spec), reason))
+                case _Run(_, refused):
+                    refused()
+                case _:
+                    pass
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise WrongThreadError(
+                f"this {self._role} was opened by process {self._pid} and is used "
+                f"in its forked child {os.getpid()}: open another one in the child"
+            )
+
+
+def _runs_a_loop() -> bool:
+    try:
+        anyio.get_current_task()
+    except (RuntimeError, anyio.NoEventLoopError):
+        return False
+    return True

@@ -1,0 +1,79 @@
+"""Events as structured log lines, in a host that logs however it likes.
+
+The host configures, akv only emits: structlog renders into the standard
+library's loggers, so that levels, handlers and formats are the host's, and
+nothing is printed unless the host wants it. What a person must know without
+asking (which store, why there is none, a load that failed) is above debug.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import MutableMapping
+from typing import Any
+
+import structlog
+
+from akv.core.events import (
+    CacheReset,
+    Event,
+    LoadFailed,
+    LookupFailed,
+    MemoryQuarantined,
+    SaveDropped,
+    SessionClosed,
+    StoreOpened,
+    StoreUnavailable,
+    as_dict,
+)
+
+__all__ = ("LogSink",)
+
+_LEVELS: dict[type[Event], int] = {
+    StoreOpened: logging.INFO,
+    CacheReset: logging.INFO,
+    StoreUnavailable: logging.WARNING,
+    LoadFailed: logging.WARNING,
+    LookupFailed: logging.WARNING,
+    MemoryQuarantined: logging.WARNING,
+    SaveDropped: logging.INFO,
+}
+
+
+class LogSink:
+    """Writes events to a standard logger through structlog."""
+
+    def __init__(self, *, role: str, logger: str = "akv") -> None:
+        self._stdlib = logging.getLogger(logger)
+        self._stdlib.addHandler(logging.NullHandler())
+        self._log: Any = structlog.wrap_logger(
+            self._stdlib,
+            wrapper_class=structlog.stdlib.BoundLogger,
+            processors=[
+                structlog.stdlib.filter_by_level,
+                structlog.contextvars.merge_contextvars,
+                _render,
+            ],
+        ).bind(role=role)
+
+    def on(self, event: Event) -> None:
+        """Log ``event`` if its level is wanted."""
+        level = _LEVELS.get(type(event), logging.DEBUG)
+        if isinstance(event, SessionClosed) and event.hung_calls:
+            level = logging.WARNING
+        if self._stdlib.isEnabledFor(level):
+            fields = as_dict(event)
+            name = fields.pop("event")
+            fields.pop("t")
+            self._log.log(level, name, **fields)
+
+
+def _render(
+    logger: object,  # noqa: ARG001
+    method: str,  # noqa: ARG001
+    fields: MutableMapping[str, Any],
+) -> tuple[tuple[str], dict[str, Any]]:
+    """Fields for hosts that format them, and in the text for those that do not."""
+    name = str(fields.pop("event"))
+    text = " ".join(f"{key}={value}" for key, value in fields.items())
+    return (f"{name} {text}",), {"extra": dict(fields)}

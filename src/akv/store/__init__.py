@@ -1,0 +1,65 @@
+"""Where blocks live: the Protocol, its words, and one factory for all stores.
+
+:func:`open_store` picks the backend by the scheme of its URL. Opening blocks,
+for seconds where memory has to be made ready, so it is called from a pool
+thread like every other call into a store.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from akv.core.errors import ConfigError
+from akv.core.sizes import parse_size
+from akv.store.base import (
+    BlockStore,
+    Buffer,
+    Failure,
+    Outcome,
+    Status,
+    StoreStatistics,
+)
+from akv.store.local import LocalStore, default_url
+from akv.store.memory import MemoryStore
+
+__all__ = (
+    "BlockStore",
+    "Buffer",
+    "Failure",
+    "LocalStore",
+    "MemoryStore",
+    "Outcome",
+    "Status",
+    "StoreStatistics",
+    "default_url",
+    "open_store",
+)
+
+_KNOWN = "local:/PATH?capacity=SIZE and memory:"
+
+
+def open_store(url: str, *, slot_bytes: int, lease: float = 5.0) -> BlockStore:
+    """Open the store that ``url`` names.
+
+    :param slot_bytes: the longest object that will be stored
+    :param lease: seconds for which a promised key is protected from eviction
+    """
+    parts = urlsplit(url)
+    match parts.scheme:
+        case "local":
+            return LocalStore.open(url, slot_bytes=slot_bytes, lease=lease)
+        case "memory":
+            return _open_memory(url, slot_bytes=slot_bytes, lease=lease)
+        case _:
+            raise ConfigError("store", url, f"akv knows {_KNOWN}")
+
+
+def _open_memory(url: str, *, slot_bytes: int, lease: float) -> MemoryStore:
+    _, _, rest = url.partition(":")
+    if not rest:
+        return MemoryStore(slot_bytes=slot_bytes, lease=lease)
+    name, _, size = rest.removeprefix("?").partition("=")
+    if not rest.startswith("?") or name != "capacity":
+        raise ConfigError("store", url, "write memory: or memory:?capacity=SIZE")
+    capacity = parse_size(size, field="store capacity")
+    return MemoryStore(capacity=capacity, slot_bytes=slot_bytes, lease=lease)

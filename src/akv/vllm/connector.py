@@ -1,0 +1,213 @@
+"""The class that vLLM loads: each hook is one line of delegation by role.
+
+vLLM makes one object in the scheduler's process and one in each worker's;
+which of the two it is decides which half exists. What each hook does is
+written where it does it.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from akv.config import Config
+from akv.core.events import Observer
+from akv.sinks.fanout import Fanout
+from akv.sinks.jsonl import JsonLines
+from akv.sinks.logs import LogSink
+from akv.vllm.facts import check_supported
+from akv.vllm.metadata import AkvHandshake, AkvMetadata
+from akv.vllm.scheduler import SchedulerSide
+from akv.vllm.stats import AkvStats, Counters
+from akv.vllm.worker import WorkerSide
+
+__all__ = ("AkvConnector",)
+
+
+class AkvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """vLLM's KV connector for akv's stores."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig,
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        config = Config.load(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        check_supported(vllm_config, kv_cache_config)
+        counters = Counters()
+        name = "scheduler" if role is KVConnectorRole.SCHEDULER else "worker"
+        sinks: list[Observer] = [counters, LogSink(role=name, logger="vllm.akv")]
+        if config.log_events != "off":
+            sinks.append(JsonLines(config.log_events, role=name))
+        observer = Fanout(sinks)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        parts = (vllm_config, kv_cache_config, config, counters, observer)
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(*parts)
+        else:
+            self._worker = WorkerSide(*parts)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache delivers when it can: a dropped save is a later miss."""
+        return False
+
+    # The scheduler's half.
+
+    @property
+    def _s(self) -> SchedulerSide:
+        assert self._scheduler is not None, "a scheduler hook in a worker"  # noqa: S101
+        return self._scheduler
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """See :meth:`SchedulerSide.open`."""
+        found = [one for one in metadata.values() if isinstance(one, AkvHandshake)]
+        self._s.open(found[0] if found else None)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """See :meth:`SchedulerSide.bind_gpu_block_pool`."""
+        self._s.bind_gpu_block_pool(gpu_block_pool)
+
+    def on_new_request(self, request: Any) -> None:
+        """See :meth:`SchedulerSide.on_new_request`."""
+        self._s.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """See :meth:`SchedulerSide.get_num_new_matched_tokens`."""
+        return self._s.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None:
+        """See :meth:`SchedulerSide.update_state_after_alloc`."""
+        self._s.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> AkvMetadata:
+        """See :meth:`SchedulerSide.build_connector_meta`."""
+        return self._s.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """See :meth:`SchedulerSide.update_connector_output`."""
+        self._s.update_connector_output(connector_output)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See :meth:`SchedulerSide.request_finished`."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self,
+        request: Any,
+        block_ids: tuple[list[int], ...],  # noqa: ARG002
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See :meth:`SchedulerSide.request_finished`."""
+        self._s.request_finished(request)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        """See :meth:`SchedulerSide.has_pending_push_work`."""
+        return self._s.has_pending_push_work()
+
+    def reset_cache(self) -> bool:
+        """See :meth:`SchedulerSide.reset_cache`."""
+        return self._s.reset_cache()
+
+    # The worker's half.
+
+    @property
+    def _w(self) -> WorkerSide:
+        assert self._worker is not None, "a worker hook in a scheduler"  # noqa: S101
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """See :meth:`WorkerSide.register_kv_caches`."""
+        self._w.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> AkvHandshake | None:
+        """See :meth:`WorkerSide.get_handshake_metadata`."""
+        return self._w.get_handshake_metadata()
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Nothing to wait for: what akv still reads or writes is never handed out.
+
+        Saves hold a reference on each of their blocks, and vLLM keeps the
+        blocks of a load until it is reported.
+        """
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """See :meth:`WorkerSide.start_load_kv`."""
+        del forward_context, kwargs
+        self._w.start_load_kv(self._step())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: loads are asynchronous, never within a forward."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: blocks are saved whole, after the forward."""
+
+    def wait_for_save(self) -> None:
+        """See :meth:`WorkerSide.wait_for_save`."""
+        self._w.wait_for_save(self._step())
+
+    def get_transfer_results(
+        self,
+        finished_req_ids: set[str],  # noqa: ARG002
+    ) -> KVConnectorTransferResults:
+        """See :meth:`WorkerSide.get_transfer_results`."""
+        return self._w.get_transfer_results()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """See :meth:`WorkerSide.get_block_ids_with_load_errors`."""
+        return self._w.get_block_ids_with_load_errors()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """See :meth:`WorkerSide.build_connector_worker_meta`."""
+        return self._w.build_connector_worker_meta()
+
+    # Both halves.
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Numbers since the last call, of whichever half this is."""
+        return (self._scheduler or self._w).stats()
+
+    def debug_state(self) -> dict[str, int]:
+        """Counts that are all zero when nothing is under way; may wait."""
+        return (self._scheduler or self._w).debug_state()
+
+    def shutdown(self) -> None:
+        """End everything within the grace time. Twice is no error."""
+        (self._scheduler or self._w).shutdown()
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        """vLLM's way to make the statistics of a connector from plain data."""
+        return AkvStats(data=dict(data or {}))
+
+    def _step(self) -> AkvMetadata:
+        metadata = self._get_connector_metadata()
+        return metadata if isinstance(metadata, AkvMetadata) else AkvMetadata()

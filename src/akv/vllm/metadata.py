@@ -1,0 +1,69 @@
+"""What crosses between the scheduler's process and the worker's, frozen.
+
+The scheduler side alone decides keys and numbers; the worker side carries
+out and reports. Both directions are pickled by vLLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from akv.core.spec import LoadSpec, SaveSpec
+
+__all__ = ("AkvHandshake", "AkvMetadata", "AkvWorkerMetadata", "SaveReport")
+
+
+@dataclass(frozen=True, slots=True)
+class AkvMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """One step's work, from the scheduler to the worker."""
+
+    loads: tuple[LoadSpec, ...] = ()
+    cancelled_loads: tuple[int, ...] = ()
+    saves: tuple[SaveSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """A save job: first that its blocks are free, later how it ended."""
+
+    job_id: int
+    ended: bool
+    dropped: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AkvWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What has become of earlier work, from the worker to the scheduler."""
+
+    saves: tuple[SaveReport, ...] = ()
+    unreadable: tuple[bytes, ...] = ()
+    failed_loads: tuple[str, ...] = ()
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> AkvWorkerMetadata:
+        """Put the reports of two workers of one step together."""
+        if not isinstance(other, AkvWorkerMetadata):
+            return self
+        return AkvWorkerMetadata(
+            saves=self.saves + other.saves,
+            unreadable=self.unreadable + other.unreadable,
+            failed_loads=self.failed_loads + other.failed_loads,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AkvHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """What only a worker knows of its KV memory, and the scheduler must.
+
+    ``facts`` become part of the fingerprint.
+    """
+
+    object_bytes: int
+    facts: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,569 @@
+"""The scheduler role: what to look up, to load and to save, and for whom.
+
+Called by the engine's scheduler thread and by no other, so there are no
+locks; what the loop thread finds out comes back as one reference in an
+``Answer`` or through the worker's reports. No hook waits: a lookup that has
+not come back yet is answered with "ask again".
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from akv.config import Config
+from akv.core.align import Promise, promise
+from akv.core.errors import AkvError
+from akv.core.events import LoadDeclined, LoadPromised, Observer, SaveDropped
+from akv.core.geometry import Geometry, Group, Region
+from akv.core.keys import EPOCH_BYTES, KeySpace
+from akv.core.spec import LoadSpec, LookupSpec, SaveSpec, Span
+from akv.portal import Answer, Command, Forget, Portal, PostLookup
+from akv.vllm.facts import engine_fingerprint, object_geometry
+from akv.vllm.metadata import AkvHandshake, AkvMetadata, AkvWorkerMetadata
+from akv.vllm.stats import AkvStats, Counters
+
+__all__ = ("SchedulerSide",)
+
+log = logging.getLogger("vllm.akv")
+
+_MOST_KNOWN = 1 << 17
+_MOST_ASKED = 3
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """What akv knows of one request of the engine."""
+
+    request: Request
+    chain: int
+    preemptions: int = 0
+    answer: Answer | None = None
+    first_block: int = 0
+    asked: int = 0
+    give_up: float = 0.0
+    promised: Promise | None = None
+    hit: int = 0
+    loaded: bool = False
+    capped: int | None = None
+    declined: bool = False
+    saved: int = 0
+    save: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A save that holds pins, or waits to hear how it ended."""
+
+    chain: int
+    request_id: str
+    blocks: list[KVCacheBlock]
+    hashes: list[bytes]
+
+
+@dataclass(slots=True)
+class _Step:
+    """What the next metadata will carry."""
+
+    loads: list[LoadSpec] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+
+
+class SchedulerSide:
+    """State of the scheduler role. One for each engine."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: KVCacheConfig,
+        config: Config,
+        counters: Counters,
+        observer: Observer,
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._config = config
+        self._counters = counters
+        self._observer = observer
+        transfer = vllm_config.kv_transfer_config
+        self._loads_wanted = bool(transfer.is_kv_consumer)
+        self._saves_wanted = bool(transfer.is_kv_producer)
+        group = kv_cache_config.kv_cache_groups[0]
+        self._block = int(group.kv_cache_spec.block_size)
+        self._ids = itertools.count(1)
+        self._portal: Portal | None = None
+        self._space: KeySpace | None = None
+        self._prefix = b""
+        self._pool: BlockPool | None = None
+        self._most_pinned = 0
+        self._pinned = 0
+        self._requests: dict[str, _Tracked] = {}
+        self._loads: dict[str, int] = {}
+        self._jobs: dict[int, _Job] = {}
+        self._ending: dict[int, _Job] = {}
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._next = _Step()
+
+    # Opening and closing.
+
+    def open(self, handshake: AkvHandshake | None) -> None:
+        """Open the session that answers lookups.
+
+        With the worker's handshake where vLLM passes it on (it does after
+        both roles exist and before any request), else from the configuration.
+        """
+        if self._portal is not None:
+            return
+        geometry = object_geometry(self._kv_cache_config, self._block)
+        facts: dict[str, Any] = {}
+        if handshake is not None:
+            facts = handshake.facts
+            geometry = _resized(geometry, handshake.object_bytes)
+        else:
+            log.warning(
+                "akv: no word from the worker about its memory; blocks are told "
+                "apart by the configuration alone"
+            )
+        fingerprint = engine_fingerprint(
+            self._vllm_config, self._kv_cache_config, facts
+        )
+        portal = Portal.start(
+            self._config, geometry, role="scheduler", observer=self._observer
+        )
+        try:
+            self._use(
+                portal.call(
+                    lambda s: s.key_space(self._config.namespace, fingerprint),
+                    timeout=10,
+                )
+            )
+        except BaseException:
+            portal.close()
+            raise
+        self._portal = portal
+        log.info(
+            "akv: keeps KV blocks in %s, namespace %r (kv_connector_extra_config: "
+            '"store", "namespace")',
+            portal.store_url,
+            self._config.namespace,
+        )
+
+    def bind_gpu_block_pool(self, pool: BlockPool) -> None:
+        """Take the pool whose blocks saves pin."""
+        self._pool = pool
+        share = self._config.max_pinned_fraction
+        self._most_pinned = int(pool.num_gpu_blocks * share)
+
+    def shutdown(self) -> None:
+        """End everything, within the grace time. Twice is no error."""
+        if self._portal is not None and not self._portal.close():
+            log.warning("akv: a call into the store hangs; its thread is left behind")
+
+    # Lookups and loads.
+
+    def on_new_request(self, request: Request) -> None:
+        """Start the lookup, long before the engine asks for its answer."""
+        if self._portal is None:
+            self.open(None)
+        tracked = _Tracked(request, chain=next(self._ids))
+        self._requests[request.request_id] = tracked
+        if self._loads_wanted and not request.skip_reading_prefix_cache:
+            self._ask(tracked, self._local_blocks(request))
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """What may be loaded beyond ``num_computed_tokens``.
+
+        May be called any number of times for a request, with other local hits
+        each time; the store is asked once in each life of the request.
+        """
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or request.skip_reading_prefix_cache:
+            return 0, False
+        if request.num_preemptions != tracked.preemptions:
+            tracked.preemptions = request.num_preemptions
+            tracked.loaded = False
+            tracked.declined = False
+            if self._loads_wanted:
+                tracked.asked = 0
+                self._ask(tracked, num_computed_tokens // self._block)
+        answer = tracked.answer
+        if tracked.loaded or answer is None:
+            return 0, False
+        local_blocks = num_computed_tokens // self._block
+        if local_blocks < tracked.first_block and tracked.asked < _MOST_ASKED:
+            # The engine has less than it seemed to have when the request came.
+            self._ask(tracked, local_blocks)
+            answer = tracked.answer
+            if answer is None:
+                return 0, False
+        found = answer.found
+        if found is None:
+            if time.monotonic() < tracked.give_up:
+                return None, False
+            answer.cancelled = True
+            found = 0
+        hit = 0
+        if local_blocks >= tracked.first_block:
+            hit_blocks = tracked.first_block + found
+            if tracked.capped is not None:
+                hit_blocks = min(hit_blocks, tracked.capped)
+            hit = hit_blocks * self._block
+        tracked.hit = hit
+        promised = promise(
+            num_tokens=request.num_tokens,
+            local=num_computed_tokens,
+            hit=hit,
+            block=self._block,
+        )
+        tracked.promised = promised if promised.need else None
+        return promised.need, promised.need > 0
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Make a LoadSpec if the engine took the promise, else drop it."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            return
+        promised, tracked.promised = tracked.promised, None
+        if num_external_tokens == 0 or promised is None:
+            self._declined(tracked)
+            return
+        usable = promised.local + num_external_tokens
+        first, last = promised.local // self._block, usable // self._block
+        spec = LoadSpec(
+            request_id=request.request_id,
+            space=self._prefix,
+            load_id=next(self._ids),
+            local=promised.local,
+            usable=usable,
+            spans=(
+                Span(
+                    first_block=first,
+                    hashes=tuple(request.block_hashes[first:last]),
+                    block_ids=tuple(blocks.get_block_ids()[0][first:last]),
+                ),
+            ),
+        )
+        tracked.loaded = True
+        self._loads[request.request_id] = spec.load_id
+        self._next.loads.append(spec)
+        self._observer.on(
+            LoadPromised(
+                request_id=request.request_id,
+                num_tokens=request.num_tokens,
+                local=promised.local,
+                hit=tracked.hit,
+                usable=usable,
+            )
+        )
+
+    def request_finished(self, request: Request) -> None:
+        """Forget the request; a load that is under way is cancelled.
+
+        vLLM keeps the blocks of such a load until the worker reports it, and
+        saves hold pins of their own, so nothing is asked to be delayed.
+        """
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is not None and tracked.answer is not None:
+            tracked.answer.cancelled = True
+        load_id = self._loads.get(request.request_id)
+        if load_id is not None:
+            self._next.cancelled.append(load_id)
+
+    # Saves.
+
+    def build_connector_meta(self, output: SchedulerOutput) -> AkvMetadata:
+        """This step's loads, cancellations and saves."""
+        step, self._next = self._next, _Step()
+        saves: list[SaveSpec] = []
+        if self._saves_wanted and output.total_num_scheduled_tokens:
+            for request_id, scheduled in output.num_scheduled_tokens.items():
+                tracked = self._requests.get(request_id)
+                if tracked is not None and tracked.save:
+                    spec = self._save(tracked, scheduled, output)
+                    if spec is not None:
+                        saves.append(spec)
+        return AkvMetadata(
+            loads=tuple(step.loads),
+            cancelled_loads=tuple(step.cancelled),
+            saves=tuple(saves),
+        )
+
+    def has_pending_push_work(self) -> bool:
+        """Whether pins are held, of which only a step can tell that they end."""
+        return bool(self._jobs)
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Take the worker's reports: give pins back, remember what failed."""
+        for request_id in output.finished_recving or ():
+            self._loads.pop(request_id, None)
+        meta = output.kv_connector_worker_meta
+        if not isinstance(meta, AkvWorkerMetadata):
+            return
+        for report in meta.saves:
+            job = self._jobs.pop(report.job_id, None)
+            if job is not None:
+                self._unpin(job)
+                self._ending[report.job_id] = job
+            if report.ended:
+                self._ended(self._ending.pop(report.job_id, None), report.dropped)
+        for request_id in meta.failed_loads:
+            tracked = self._requests.get(request_id)
+            if tracked is not None:
+                # What the engine keeps of it is local from now on.
+                tracked.capped = 0
+        if meta.unreadable:
+            for block_hash in meta.unreadable:
+                self._known.pop(block_hash, None)
+            self._post([Forget(self._prefix, meta.unreadable)])
+
+    def reset_cache(self) -> bool:
+        """Make everything saved so far unreachable; True when confirmed.
+
+        The one hook that asks the store and waits, for at most a second.
+        This process finds nothing of the old even if the store does not
+        confirm.
+        """
+        if self._portal is None or self._space is None:
+            return True
+        space = self._space
+        self._known.clear()
+        confirmed = True
+        try:
+            self._use(self._portal.call(lambda s: s.reset(space), timeout=1.0))
+        except (AkvError, TimeoutError) as error:
+            confirmed = False
+            log.warning("akv: the store did not confirm the reset: %s", error)
+            self._use(space.after_reset(space.generation, os.urandom(EPOCH_BYTES)))
+        for tracked in self._requests.values():
+            if tracked.answer is not None:
+                tracked.answer.cancelled = True
+                tracked.answer = None
+            tracked.promised = None
+            tracked.save = False
+        return confirmed
+
+    def stats(self) -> AkvStats | None:
+        """Numbers since the last call."""
+        return self._counters.take()
+
+    def debug_state(self) -> dict[str, int]:
+        """Counts that are all zero when nothing is under way."""
+        state = {
+            "requests": len(self._requests),
+            "loads": len(self._loads),
+            "save jobs": len(self._jobs),
+            "pinned blocks": self._pinned,
+            "unsent": len(self._next.loads) + len(self._next.cancelled),
+        }
+        if self._portal is not None and self._portal.alive:
+            numbers = self._portal.call(lambda s: s.statistics(), timeout=5)
+            state["lookups"] = numbers.lookups
+        return state
+
+    # Within.
+
+    def _use(self, space: KeySpace) -> None:
+        self._space = space
+        self._prefix = space.prefix
+
+    def _post(self, commands: Iterable[Command]) -> None:
+        if self._portal is not None:
+            self._portal.post(commands)
+
+    def _ask(self, tracked: _Tracked, first_block: int) -> None:
+        """Post a lookup of what could be used beyond ``first_block``."""
+        request = tracked.request
+        if tracked.answer is not None:
+            tracked.answer.cancelled = True
+        askable = (request.num_tokens - 1) // self._block
+        hashes = request.block_hashes
+        if min(askable, len(hashes)) <= first_block:
+            tracked.answer = None
+            return
+        tracked.first_block = first_block
+        tracked.asked += 1
+        tracked.give_up = time.monotonic() + 2 * self._config.lookup_deadline
+        tracked.answer = Answer()
+        spec = LookupSpec(
+            request_id=request.request_id,
+            space=self._prefix,
+            hashes=tuple(hashes),
+            askable_blocks=askable,
+            first_block=first_block,
+        )
+        self._post([PostLookup(spec, tracked.answer)])
+
+    def _local_blocks(self, request: Request) -> int:
+        """About how many leading blocks the engine has itself.
+
+        By bisection, as what the engine has of a prefix is nearly always
+        without a gap; a wrong guess only costs a second lookup.
+        """
+        pool, hashes = self._pool, request.block_hashes
+        if pool is None or not hashes or not pool.enable_caching:
+            return 0
+        low, high = 0, len(hashes)
+        if pool.get_cached_block(hashes[0], [0]) is None:
+            return 0
+        while low < high:
+            middle = (low + high + 1) // 2
+            if pool.get_cached_block(hashes[middle - 1], [0]) is not None:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _declined(self, tracked: _Tracked) -> None:
+        if tracked.declined or tracked.loaded:
+            return
+        tracked.declined = True
+        request = tracked.request
+        if not self._loads_wanted or request.skip_reading_prefix_cache:
+            reason = "reading is off for this request"
+        elif tracked.answer is None:
+            reason = "no whole block beyond what the engine has"
+        elif tracked.answer.found is None:
+            reason = "the lookup was not answered in time"
+        elif tracked.hit == 0:
+            reason = "nothing found"
+        else:
+            reason = "nothing found beyond what the engine has"
+        self._observer.on(
+            LoadDeclined(
+                request_id=request.request_id,
+                num_tokens=request.num_tokens,
+                local=tracked.first_block * self._block,
+                hit=tracked.hit,
+                reason=reason,
+            )
+        )
+
+    def _save(
+        self, tracked: _Tracked, scheduled: int, output: SchedulerOutput
+    ) -> SaveSpec | None:
+        """Full, hashed blocks that this step completes and nobody has stored.
+
+        Hashes exist for committed tokens only, so draft tokens never count.
+        """
+        request = tracked.request
+        tokens = request.num_computed_tokens + scheduled
+        if not self._config.save_decode:
+            tokens = min(tokens, request.num_prompt_tokens)
+        last = min(tokens // self._block, len(request.block_hashes))
+        first = tracked.saved
+        if last <= first:
+            return None
+        tracked.saved = last
+        state = output.kv_connector_block_state
+        tables = state.get_block_ids(request.request_id) if state is not None else None
+        if tables is None:
+            tracked.save = False
+            return None
+        hashes = request.block_hashes
+        stored = range(0)
+        if tracked.answer is not None and tracked.answer.found:
+            begin = tracked.first_block
+            stored = range(begin, begin + tracked.answer.found)
+        wanted = [
+            number
+            for number in range(first, last)
+            if number not in stored and hashes[number] not in self._known
+        ]
+        room = self._most_pinned - self._pinned
+        if len(wanted) > room:
+            self._observer.on(
+                SaveDropped(
+                    request_id=request.request_id,
+                    objects=len(wanted) - max(0, room),
+                    reason="as many blocks pinned as max_pinned_fraction allows",
+                )
+            )
+            tracked.save = False
+            wanted = wanted[: max(0, room)]
+        if not wanted or self._pool is None:
+            return None
+        spans = _spans(wanted, hashes, tables[0])
+        blocks = [self._pool.blocks[b] for span in spans for b in span.block_ids]
+        if any(block.is_null for block in blocks):
+            tracked.save = False
+            return None
+        spec = SaveSpec(
+            request_id=request.request_id,
+            space=self._prefix,
+            job_id=next(self._ids),
+            chain=tracked.chain,
+            spans=spans,
+        )
+        self._pool.touch(blocks)
+        self._pinned += len(blocks)
+        self._jobs[spec.job_id] = _Job(
+            tracked.chain, request.request_id, blocks, [hashes[n] for n in wanted]
+        )
+        return spec
+
+    def _unpin(self, job: _Job) -> None:
+        assert self._pool is not None  # noqa: S101
+        self._pinned -= len(job.blocks)
+        self._pool.free_blocks(reversed(job.blocks))
+
+    def _ended(self, job: _Job | None, dropped: int) -> None:
+        if job is None:
+            return
+        if dropped:
+            tracked = self._requests.get(job.request_id)
+            if tracked is not None and tracked.chain == job.chain:
+                tracked.save = False
+            return
+        for block_hash in job.hashes:
+            self._known[block_hash] = None
+        while len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
+
+
+def _resized(geometry: Geometry, object_bytes: int) -> Geometry:
+    group = geometry.groups[0]
+    region = Region(
+        name="object", memory=0, offset=0, stride=object_bytes, size=object_bytes
+    )
+    return Geometry(
+        num_blocks=geometry.num_blocks,
+        hash_unit=geometry.hash_unit,
+        groups=(Group(block_size=group.block_size, regions=(region,)),),
+    )
+
+
+def _spans(
+    numbers: Sequence[int], hashes: Sequence[bytes], table: Sequence[int]
+) -> tuple[Span, ...]:
+    """Runs of consecutive blocks of ``numbers``."""
+    spans: list[Span] = []
+    for _, run in itertools.groupby(
+        enumerate(numbers), key=lambda pair: pair[1] - pair[0]
+    ):
+        blocks = [number for _, number in run]
+        spans.append(
+            Span(
+                first_block=blocks[0],
+                hashes=tuple(hashes[number] for number in blocks),
+                block_ids=tuple(table[number] for number in blocks),
+            )
+        )
+    return tuple(spans)

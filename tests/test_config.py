@@ -1,0 +1,93 @@
+"""Settings: precedence, and errors that name the field, the value, the fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from akv.config import Config
+from akv.core.errors import ConfigError
+
+
+def test_the_caller_has_the_last_word(tmp_path: Path) -> None:
+    """Defaults, then file, then environment, then what the caller gives."""
+    file = tmp_path / "akv.toml"
+    file.write_text('namespace = "file"\nload_deadline = 1.5\nsave_decode = true\n')
+    environ = {"AKV_CONFIG": str(file), "AKV_NAMESPACE": "env", "AKV_SAVE_DECODE": "off"}
+    config = Config.load({"load_deadline": "2.5"}, environ=environ)
+    assert config.namespace == "env"
+    assert config.load_deadline == 2.5
+    assert config.save_decode is False
+    assert config.lookup_deadline == Config().lookup_deadline
+
+
+def test_a_file_may_be_json(tmp_path: Path) -> None:
+    """JSON is what this field uses."""
+    file = tmp_path / "akv.json"
+    file.write_text('{"max_load_bytes": "1GiB", "store": "memory:"}')
+    config = Config.load(environ={"AKV_CONFIG": str(file)})
+    assert config.max_load_bytes == 1 << 30
+    assert config.store == "memory:"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"namespce": "x"}, ["namespce", "did you mean 'namespace'"]),
+        ({"zzz": 1}, ["zzz", "known settings are", "lookup_deadline"]),
+        ({"lookup_deadline": "soon"}, ["lookup_deadline", "'soon'", "give a number"]),
+        ({"lookup_deadline": 0}, ["lookup_deadline", "above 0"]),
+        ({"load_deadline": float("nan")}, ["load_deadline", "above 0"]),
+        ({"load_deadline": True}, ["load_deadline", "give a number"]),
+        ({"max_load_bytes": "4 parsecs"}, ["max_load_bytes", "'4 parsecs'"]),
+        ({"max_load_bytes": -1}, ["max_load_bytes", "-1"]),
+        ({"max_pinned_fraction": 1.5}, ["max_pinned_fraction", "at most 1"]),
+        ({"on_store_unavailable": "panic"}, ["'panic'", "degrade", "stop"]),
+        ({"save_decode": "maybe"}, ["save_decode", "true or false"]),
+        ({"namespace": ""}, ["namespace", "letter"]),
+        ({"store": 7}, ["store", "give text"]),
+    ],
+)
+def test_bad_input_names_field_value_and_fix(
+    given: dict[str, Any], words: list[str]
+) -> None:
+    """Before anything is touched."""
+    with pytest.raises(ConfigError) as caught:
+        Config.load(given, environ={})
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "word"),
+    [
+        ("a.json", "{", "is not JSON"),
+        ("a.toml", "= 1", "is not JSON"),
+        ("a.json", "[1]", "one object"),
+        ("missing/a.json", None, "cannot be read"),
+        ("a.json", '{"stor": "memory:"}', "did you mean 'store'?"),
+    ],
+)
+def test_a_bad_file_is_named(
+    tmp_path: Path, name: str, text: str | None, word: str
+) -> None:
+    """With its path and what is wrong with it."""
+    file = tmp_path / name
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=word) as caught:
+        Config.load(environ={"AKV_CONFIG": str(file)})
+    assert str(file) in str(caught.value)
+
+
+def test_an_unknown_variable_of_the_environment_is_left_alone() -> None:
+    """Other programs may have names that begin with AKV_."""
+    assert Config.load(environ={"AKV_MODEL_DIR": "x"}) == Config()
+
+
+@pytest.mark.parametrize("text", ["off", "", "False", None, False])
+def test_the_event_log_can_be_off_in_every_spelling(text: object) -> None:
+    """No file named off is ever written."""
+    assert Config.load({"log_events": text}, environ={}).log_events == "off"
