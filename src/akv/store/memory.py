@@ -180,17 +180,17 @@ class MemoryStore:
         return Status.HIT
 
     def _put(self, key: BlockKey, buffer: Buffer) -> Outcome:
-        found = self._objects.get(key)
-        if found is not None:
-            self._exists += 1
-            self._use(key, found)
-            return Status.EXISTS
         if not key or 0 < self._slot_bytes < buffer.nbytes:
             self._failures += 1
             return Failure(
                 f"{buffer.nbytes} bytes under a key of {len(key)}: objects have at "
                 f"most {self._slot_bytes} bytes, keys at least one"
             )
+        found = self._objects.get(key)
+        if found is not None:
+            self._exists += 1
+            self._use(key, found)
+            return Status.EXISTS
         if self._capacity and not self._make_room(buffer.nbytes):
             self._no_room += 1
             return Status.NO_ROOM

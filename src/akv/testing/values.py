@@ -34,7 +34,7 @@ def value_of(key: bytes, size: int) -> Buffer:
     start = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
     places = np.arange(-(-size // 8), dtype=np.uint64)
     words = places * np.uint64(_STEP) + np.uint64(start)
-    return memoryview(words.view(np.uint8)[:size])
+    return words.view(np.uint8)[:size].data
 
 
 def is_value_of(key: bytes, buffer: Buffer) -> bool:

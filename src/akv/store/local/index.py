@@ -12,6 +12,7 @@ each transaction begins and ends within one call. All errors of lmdb leave as
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
@@ -53,11 +54,11 @@ _SPARE = 16
 _CLEAR_BATCH = 1024
 _EVICT_BATCH = 128
 
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _DAMAGE = (
     lmdb.CorruptedError,
     lmdb.InvalidError,
     lmdb.PageNotFoundError,
-    lmdb.PanicError,
     lmdb.VersionMismatchError,
 )
 
@@ -396,9 +397,6 @@ def _mapping_errors(path: Path) -> Iterator[None]:
             f"{path.parent} to start with an empty store"
         )
         raise StoreCorruptError(msg) from error
-    except (lmdb.MapFullError, lmdb.DiskError) as error:
-        msg = f"the index {path} cannot grow ({error})"
-        raise IndexFullError(msg) from error
     except lmdb.LockError as error:
         msg = (
             f"the index {path} cannot be locked ({error}); if containers share it, "
@@ -407,5 +405,9 @@ def _mapping_errors(path: Path) -> Iterator[None]:
         )
         raise StoreUnavailableError(msg) from error
     except lmdb.Error as error:
-        msg = f"the index {path} cannot be used ({error})"
+        # A short write to a full disk is EIO to lmdb.
+        if isinstance(error, lmdb.MapFullError) or error.code in _NO_SPACE:
+            msg = f"the index {path} cannot grow ({error}); is its disk full?"
+            raise IndexFullError(msg) from error
+        msg = f"the index {path} cannot be used ({error}); open the store again"
         raise StoreError(msg) from error

@@ -66,14 +66,14 @@ class _Process:
         self.opened: dict[tuple[int, int], Opened] = {}
         # What a forked child inherited: never used and never freed there,
         # because closing it would tear the parent's locks.
-        self.inherited: list[Opened] = []
+        self.inherited: dict[tuple[int, int], Opened] = {}
 
     def forget(self) -> None:
         """Start anew in a forked child, without what its parent has open."""
         self.guard = threading.Lock()
         for opened in self.opened.values():
             opened.owner.abandon()
-            self.inherited.append(opened)
+        self.inherited.update(self.opened)
         self.opened.clear()
 
 
@@ -109,7 +109,14 @@ def _open(place: Place, address: LocalAddress, slot_bytes: int) -> Opened:
         return _create(place, address, slot_bytes)
     check_match(place, address, slot_bytes, read_layout(place.root))
     facts = place.slab.stat()
-    known = _process.opened.get((facts.st_dev, facts.st_ino))
+    file_key = facts.st_dev, facts.st_ino
+    if file_key in _process.inherited:
+        msg = (
+            f"this process was forked from one that has the store in {place} open "
+            f"and can never open it: start it with spawn, or fork before opening"
+        )
+        raise StoreError(msg)
+    known = _process.opened.get(file_key)
     if known is not None:
         known.handles += 1
         return known

@@ -322,8 +322,8 @@ class LocalStore:
         """Keep the store open while a call runs."""
         if self._opened.pid != os.getpid():
             msg = (
-                f"{self._url} was opened before this process was forked; open it "
-                f"anew in the child"
+                f"{self._url} was opened by the process that this one was forked "
+                f"from; start it with spawn, or fork before opening"
             )
             raise AkvError(msg)
         with self._lock:

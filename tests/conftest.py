@@ -1,0 +1,15 @@
+"""Settings that must stand before vLLM is imported, in this and in child processes.
+
+vLLM reads its environment at import time. Nothing here may reach the network, and its
+log is kept to errors unless somebody asks for more.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
