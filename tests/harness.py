@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 import akv
-from akv.core.events import Event
 from akv.core.keys import KeySpace, block_hashes, fingerprint
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from akv.core.events import Event
 
 LAYERS = 3
 PAGE = 256
@@ -50,7 +54,11 @@ class Memory:
                     block_size=BLOCK,
                     regions=tuple(
                         akv.Region(
-                            name=f"layer {n}", memory=n, offset=0, stride=PAGE, size=PAGE
+                            name=f"layer {n}",
+                            memory=n,
+                            offset=0,
+                            stride=PAGE,
+                            size=PAGE,
                         )
                         for n in range(LAYERS)
                     ),

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from akv.config import Config
 from akv.core.errors import ConfigError
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 
 def test_the_caller_has_the_last_word(tmp_path: Path) -> None:
     """Defaults, then file, then environment, then what the caller gives."""
     file = tmp_path / "akv.toml"
     file.write_text('namespace = "file"\nload_deadline = 1.5\nsave_decode = true\n')
-    environ = {"AKV_CONFIG": str(file), "AKV_NAMESPACE": "env", "AKV_SAVE_DECODE": "off"}
+    environ = {
+        "AKV_CONFIG": str(file),
+        "AKV_NAMESPACE": "env",
+        "AKV_SAVE_DECODE": "off",
+    }
     config = Config.load({"load_deadline": "2.5"}, environ=environ)
     assert config.namespace == "env"
     assert config.load_deadline == 2.5

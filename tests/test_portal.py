@@ -6,8 +6,9 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from harness import (
@@ -35,9 +36,13 @@ from akv.portal import (
     SaveCopiedOut,
     SaveEnded,
 )
-from akv.session import Session
 from akv.store import BlockStore, MemoryStore
 from akv.testing.stores import GatedStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from akv.session import Session
 
 HASHES = prompt(1, 8)
 CONFIG = akv.Config(
@@ -208,7 +213,7 @@ def test_fifty_portals_leave_no_thread_and_no_descriptor() -> None:
     """Open and close, again and again, in one process."""
 
     def descriptors() -> int:
-        return len(os.listdir("/proc/self/fd"))
+        return len(list(Path("/proc/self/fd").iterdir()))
 
     def once() -> None:
         with portal_on(Memory(), MemoryStore(slot_bytes=OBJECT)) as portal:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
@@ -21,9 +21,13 @@ from harness import (
 )
 
 import akv
-from akv.core.keys import BlockKey
 from akv.store import BlockStore, Failure, MemoryStore, Status
 from akv.testing.stores import Fault, FaultyStore, GatedStore
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from akv.core.keys import BlockKey
 
 pytestmark = pytest.mark.anyio
 
@@ -178,7 +182,9 @@ async def test_exactly_what_did_not_land_is_reported(bad: Status | Failure) -> N
 
     def decide(verb: str, keys: Sequence[BlockKey]) -> Fault | None:
         places = [n for n, key in enumerate(keys) if key.endswith(HASHES[5])]
-        return Fault(outcomes={places[0]: bad}) if verb == "get_into" and places else None
+        return (
+            Fault(outcomes={places[0]: bad}) if verb == "get_into" and places else None
+        )
 
     async with session_on(FaultyStore(store, decide), other) as session:
         outcome = await session.load(load_spec(HASHES, range(12)))
@@ -202,7 +208,7 @@ async def test_an_error_of_the_store_fails_the_whole_window_and_no_more() -> Non
         await saved(session, memory)
     calls = 0
 
-    def decide(verb: str, keys: Sequence[BlockKey]) -> Fault | None:  # noqa: ARG001
+    def decide(verb: str, keys: Sequence[BlockKey]) -> Fault | None:
         nonlocal calls
         calls += verb == "get_into"
         return Fault(error=OSError("wire")) if calls == 2 else None
@@ -314,15 +320,17 @@ async def test_one_load_that_hangs_does_not_hold_up_the_others() -> None:
     async with session_on(inner, memory) as session:
         await saved(session, memory)
     store = GatedStore(inner, gated=("get_into",))
-    async with session_on(store, memory) as session:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(session.load, load_spec(HASHES[:1], (31,)))
-            await anyio.to_thread.run_sync(store.wait_until_held)
-            store._gated = frozenset()  # noqa: SLF001
-            for load_id in range(10):
-                spec = load_spec(HASHES, range(12, 24), load_id=load_id)
-                assert (await session.load(spec)).landed
-            store.open()
+    async with (
+        session_on(store, memory) as session,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(session.load, load_spec(HASHES[:1], (31,)))
+        await anyio.to_thread.run_sync(store.wait_until_held)
+        store._gated = frozenset()
+        for load_id in range(10):
+            spec = load_spec(HASHES, range(12, 24), load_id=load_id)
+            assert (await session.load(spec)).landed
+        store.open()
 
 
 async def test_the_blocks_of_a_save_are_free_long_before_the_store_has_them() -> None:
@@ -330,17 +338,17 @@ async def test_the_blocks_of_a_save_are_free_long_before_the_store_has_them() ->
     store = GatedStore(MemoryStore(slot_bytes=OBJECT), gated=("put_from",))
     memory, other = Memory(), Memory()
     memory.write(0, HASHES[0])
-    async with session_on(store, memory) as session:
-        async with anyio.create_task_group() as tasks:
-            copied = anyio.Event()
-            tasks.start_soon(
-                partial(
-                    session.save, save_spec(HASHES[:1], (0,)), on_copied=copied.set
-                )
-            )
-            await copied.wait()
-            memory.write(0, b"another!")
-            store.open()
+    async with (
+        session_on(store, memory) as session,
+        anyio.create_task_group() as tasks,
+    ):
+        copied = anyio.Event()
+        tasks.start_soon(
+            partial(session.save, save_spec(HASHES[:1], (0,)), on_copied=copied.set)
+        )
+        await copied.wait()
+        memory.write(0, b"another!")
+        store.open()
     async with session_on(store.inner, other) as session:
         assert (await session.load(load_spec(HASHES[:1], (3,)))).landed
     assert other.holds(3, HASHES[0])
@@ -386,7 +394,9 @@ async def test_a_key_that_is_there_counts_as_stored() -> None:
         assert (again.stored, again.existed, again.dropped) == (2, 4, 0)
 
 
-async def test_an_exception_in_a_save_gives_the_blocks_back_and_spares_the_next() -> None:
+async def test_an_exception_in_a_save_gives_the_blocks_back_and_spares_the_next() -> (
+    None
+):
     """exists raises for job 1; job 2 is as if nothing had been."""
     faults = [Fault(error=OSError("wire"))]
     store = FaultyStore(
@@ -411,14 +421,16 @@ async def test_saves_of_one_chain_reach_the_store_in_order() -> None:
     """The second job waits for the first, so that a hole can be seen in time."""
     store = GatedStore(MemoryStore(slot_bytes=OBJECT), gated=("put_from",))
     memory = Memory()
-    async with session_on(store, memory) as session:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(session.save, save_spec(HASHES[:1], (0,), job_id=1))
-            await anyio.to_thread.run_sync(store.wait_until_held)
-            tasks.start_soon(session.save, save_spec(HASHES[1:2], (1,), job_id=2))
-            await anyio.wait_all_tasks_blocked()
-            assert [verb for verb, _ in store.calls].count("put_from") == 1
-            store.open()
+    async with (
+        session_on(store, memory) as session,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(session.save, save_spec(HASHES[:1], (0,), job_id=1))
+        await anyio.to_thread.run_sync(store.wait_until_held)
+        tasks.start_soon(session.save, save_spec(HASHES[1:2], (1,), job_id=2))
+        await anyio.wait_all_tasks_blocked()
+        assert [verb for verb, _ in store.calls].count("put_from") == 1
+        store.open()
     puts = [keys for verb, keys in store.calls if verb == "put_from"]
     assert [keys[0][-32:] for keys in puts] == list(HASHES[:2])
 
@@ -427,16 +439,18 @@ async def test_flush_waits_for_what_has_begun() -> None:
     """A reader that must see what a writer wrote waits for the writer's flush."""
     store = GatedStore(MemoryStore(slot_bytes=OBJECT), gated=("put_from",))
     memory = Memory()
-    async with session_on(store, memory) as session:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(session.save, save_spec(HASHES[:1], (0,)))
-            await anyio.to_thread.run_sync(store.wait_until_held)
-            with anyio.move_on_after(0.02) as scope:
-                await session.flush()
-            assert scope.cancelled_caught
-            store.open()
+    async with (
+        session_on(store, memory) as session,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(session.save, save_spec(HASHES[:1], (0,)))
+        await anyio.to_thread.run_sync(store.wait_until_held)
+        with anyio.move_on_after(0.02) as scope:
             await session.flush()
-            assert await session.lookup(lookup_spec(HASHES)) == 1
+        assert scope.cancelled_caught
+        store.open()
+        await session.flush()
+        assert await session.lookup(lookup_spec(HASHES)) == 1
 
 
 async def test_a_reset_hides_everything_of_before() -> None:
@@ -463,7 +477,9 @@ async def test_staging_too_small_for_a_block_is_said_at_start(name: str) -> None
 async def test_a_session_without_memory_looks_up_and_says_what_it_cannot() -> None:
     """The scheduler's role has no blocks to move."""
     memory = Memory()
-    async with akv.open_session(akv.Config(store="memory:"), memory.geometry) as session:
+    async with akv.open_session(
+        akv.Config(store="memory:"), memory.geometry
+    ) as session:
         assert await session.lookup(lookup_spec(HASHES)) == 0
         with pytest.raises(akv.ConfigError, match="without memory"):
             await session.load(load_spec(HASHES, range(12)))
@@ -475,13 +491,15 @@ async def test_closing_is_bounded_though_a_call_hangs() -> None:
     memory = Memory()
     recorder = Recorder([])
     with anyio.fail_after(20):
-        async with akv.open_session(
-            SMALL, memory.geometry, memory.device, store=store, observer=recorder
-        ) as session:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(session.lookup, lookup_spec(HASHES))
-                await anyio.to_thread.run_sync(store.wait_until_held)
-                tasks.cancel_scope.cancel()
+        async with (
+            akv.open_session(
+                SMALL, memory.geometry, memory.device, store=store, observer=recorder
+            ) as session,
+            anyio.create_task_group() as tasks,
+        ):
+            tasks.start_soon(session.lookup, lookup_spec(HASHES))
+            await anyio.to_thread.run_sync(store.wait_until_held)
+            tasks.cancel_scope.cancel()
     store.open()
     (closed,) = (e for e in recorder.events if e.name == "akv.session.closed")
     assert closed.hung_calls == 1  # type: ignore[attr-defined]
@@ -496,9 +514,7 @@ async def test_a_closed_session_takes_no_work() -> None:
         await session.lookup(lookup_spec(HASHES))
 
 
-@pytest.mark.parametrize(
-    ("setting", "works"), [("degrade", True), ("stop", False)]
-)
+@pytest.mark.parametrize(("setting", "works"), [("degrade", True), ("stop", False)])
 async def test_a_store_that_cannot_be_opened_degrades_or_stops(
     setting: str, works: bool
 ) -> None:

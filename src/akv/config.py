@@ -14,13 +14,15 @@ import json
 import math
 import os
 import tomllib
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from akv.core.errors import ConfigError
 from akv.core.sizes import parse_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 __all__ = ("Config",)
 
@@ -61,7 +63,9 @@ class Config:
 
     def __post_init__(self) -> None:
         if not self.namespace:
-            raise ConfigError("namespace", self.namespace, "give it at least one letter")
+            raise ConfigError(
+                "namespace", self.namespace, "give it at least one letter"
+            )
         for name in ("lookup_deadline", "load_deadline", "save_deadline"):
             seconds = getattr(self, name)
             if not (math.isfinite(seconds) and seconds > 0):
@@ -113,10 +117,7 @@ class Config:
 def _read(path: str) -> Mapping[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
-        if path.endswith(".toml"):
-            values = tomllib.loads(text)
-        else:
-            values = json.loads(text)
+        values = tomllib.loads(text) if path.endswith(".toml") else json.loads(text)
     except OSError as error:
         raise ConfigError("AKV_CONFIG", path, f"cannot be read: {error}") from error
     except ValueError as error:

@@ -19,23 +19,26 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import anyio
 import anyio.abc
 
-from akv.config import Config
 from akv.core.errors import AkvError, SessionClosedError, WrongThreadError
-from akv.core.events import Observer
-from akv.core.geometry import Geometry
-from akv.core.spec import LoadSpec, LookupSpec, SaveSpec
-from akv.device.base import Device
 from akv.pipeline.native import LoopHandle
 from akv.session import CLOSE_GRACE, Session, open_session
-from akv.store.base import BlockStore
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable
+
+    from akv.config import Config
+    from akv.core.events import Observer
+    from akv.core.geometry import Geometry
+    from akv.core.spec import LoadSpec, LookupSpec, SaveSpec
+    from akv.device.base import Device
+    from akv.store.base import BlockStore
 
 __all__ = (
     "Answer",
@@ -110,7 +113,7 @@ class Forget:
 class _Run:
     """A function that a blocking caller waits for."""
 
-    function: Callable[[], Awaitable[None]]
+    function: Callable[[], Coroutine[Any, Any, None]]
     refused: Callable[[], None]
 
 
@@ -240,9 +243,7 @@ class Portal:
             ended.append(self._outbox.popleft())
         return ended
 
-    def call(
-        self, function: Callable[[Session], Awaitable[T]], *, timeout: float
-    ) -> T:
+    def call(self, function: Callable[[Session], Awaitable[T]], *, timeout: float) -> T:
         """Run ``function(session)`` on the loop and wait for it; for rare calls.
 
         :raises WrongThreadError: called from the loop's own thread or from a
@@ -263,7 +264,7 @@ class Portal:
         result: Future[T] = Future()
 
         async def run() -> None:
-            assert self._session is not None  # noqa: S101
+            assert self._session is not None
             try:
                 with anyio.fail_after(timeout):
                     value = await function(self._session)

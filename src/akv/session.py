@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import anyio
 import anyio.abc
 
-from akv.config import Config
 from akv.core.errors import (
     ConfigError,
     SessionClosedError,
@@ -33,10 +31,7 @@ from akv.core.events import (
     StoreOpened,
     StoreUnavailable,
 )
-from akv.core.geometry import Geometry
 from akv.core.keys import EPOCH_BYTES, KeySpace, make_keys
-from akv.core.spec import LoadSpec, LookupSpec, SaveSpec
-from akv.device.base import Device
 from akv.pipeline.budget import BufferPool, BufferPoolStatistics
 from akv.pipeline.load import LoadOutcome, LoadPipeline
 from akv.pipeline.lookup import LookupPipeline
@@ -44,7 +39,15 @@ from akv.pipeline.native import NativePool, PoolStatistics
 from akv.pipeline.save import SaveOutcome, SavePipeline
 from akv.store import default_url, open_store
 from akv.store.absent import AbsentStore
-from akv.store.base import BlockStore, StoreStatistics
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from akv.config import Config
+    from akv.core.geometry import Geometry
+    from akv.core.spec import LoadSpec, LookupSpec, SaveSpec
+    from akv.device.base import Device
+    from akv.store.base import BlockStore, StoreStatistics
 
 __all__ = ("Session", "SessionStatistics", "open_session")
 
@@ -199,8 +202,8 @@ class Session:
             lookups=self._open["lookup"],
             unreadable_keys=len(self._lookups.unreadable),
             pools={name: pool.statistics() for name, pool in self._pools.items()},
-            load_staging=self._load_staging and self._load_staging.statistics(),
-            save_staging=self._save_staging and self._save_staging.statistics(),
+            load_staging=_numbers(self._load_staging),
+            save_staging=_numbers(self._save_staging),
             store=store,
         )
 
@@ -273,7 +276,7 @@ async def open_session(
             )
             staging = sum(
                 pool.statistics().buffers * pool.statistics().buffer_bytes
-                for pool in (session._load_staging, session._save_staging)  # noqa: SLF001
+                for pool in (session._load_staging, session._save_staging)
                 if pool is not None
             )
             observer.on(
@@ -283,7 +286,7 @@ async def open_session(
                 yield session
             finally:
                 started = time.monotonic()
-                session._closing = True  # noqa: SLF001
+                session._closing = True
                 tasks.cancel_scope.cancel()
     finally:
         with anyio.CancelScope(shield=True):
@@ -295,6 +298,10 @@ async def open_session(
                     role=role, seconds=time.monotonic() - started, hung_calls=hung
                 )
             )
+
+
+def _numbers(pool: BufferPool | None) -> BufferPoolStatistics | None:
+    return None if pool is None else pool.statistics()
 
 
 async def _close_all(pools: dict[str, NativePool]) -> int:

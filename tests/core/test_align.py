@@ -20,7 +20,9 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize(("num_tokens", "block", "hit", "local", "need", "usable"), TABLE)
+@pytest.mark.parametrize(
+    ("num_tokens", "block", "hit", "local", "need", "usable"), TABLE
+)
 def test_the_table_of_the_design(
     num_tokens: int, block: int, hit: int, local: int, need: int, usable: int
 ) -> None:
@@ -45,9 +47,7 @@ def test_usable_never_reaches_the_last_token_and_is_whole_blocks(
 
 
 @given(hit=tokens, num_tokens=tokens, block=blocks)
-def test_rounding_twice_is_rounding_once(
-    hit: int, num_tokens: int, block: int
-) -> None:
+def test_rounding_twice_is_rounding_once(hit: int, num_tokens: int, block: int) -> None:
     """Rounding is idempotent."""
     usable = usable_tokens(hit, num_tokens, block)
     assert usable_tokens(usable, num_tokens, block) == usable

@@ -131,9 +131,7 @@ def test_a_span_needs_a_hash_for_each_block() -> None:
         ({"offset": -1}, "before 0"),
     ],
 )
-def test_a_region_that_cannot_be_is_refused(
-    change: dict[str, int], word: str
-) -> None:
+def test_a_region_that_cannot_be_is_refused(change: dict[str, int], word: str) -> None:
     """Blocks of a region neither overlap nor lie outside of memory."""
     numbers = {"memory": 0, "offset": 0, "stride": 8, "size": 8} | change
     with pytest.raises(PlanError, match=word):

@@ -9,8 +9,11 @@ correction by one anywhere else. Pure arithmetic on token counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 __all__ = ("Promise", "common_block", "promise", "round_down", "usable_tokens")
 

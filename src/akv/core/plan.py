@@ -9,12 +9,16 @@ carries a window out, and ``moves`` spells one out byte by byte for checks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from akv.core.errors import PlanError
-from akv.core.geometry import Geometry
-from akv.core.spec import Span
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from akv.core.geometry import Geometry
+    from akv.core.spec import Span
 
 __all__ = ("Move", "Window", "moves", "probe_windows", "transfer_windows")
 

@@ -195,21 +195,21 @@ def step(state: LoadState, event: LoadEvent) -> LoadState:
     :raises PlanError: the life of a load has no such move
     """
     match state, event:
-        case (Missed() | Landed() | Failed() | Cancelled()), _:
+        case ((Missed() | Landed() | Failed() | Cancelled()), _):
             pass
         case _, Cancel():
             return Cancelled()
-        case (Probing() | Hit()), Expire():
+        case ((Probing() | Hit()), Expire()):
             return Missed()
         case Probing(), Answer(tokens):
             return Hit(tokens) if tokens > 0 else Missed()
-        case (Probing() | Hit()), Plan(windows):
+        case ((Probing() | Hit()), Plan(windows)):
             return Planned(windows) if windows else Landed(0)
         case Planned(windows), Admit():
             return Admitted(windows)
         case Admitted(windows), Admit():
             return Fetching(windows, 0, 0)
-        case (Planned(windows) | Admitted(windows)), Expire(reason):
+        case ((Planned(windows) | Admitted(windows)), Expire(reason)):
             return Failed(_rest(windows, 0), reason)
         case Fetching(windows, window, landed), Fetched(bad, reason):
             mine = range(sum(windows[:window]), sum(windows[: window + 1]))

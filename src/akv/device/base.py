@@ -7,12 +7,13 @@ thread and must return at once.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from akv.core.plan import Window
+if TYPE_CHECKING:
+    from akv.core.plan import Window
 
 __all__ = ("Device", "Staged")
 

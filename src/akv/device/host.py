@@ -8,16 +8,19 @@ allows, since copying by bytes is four times slower.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from akv.core.errors import PlanError
-from akv.core.geometry import Geometry, Region
-from akv.core.plan import Window
-from akv.device.base import Staged
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from akv.core.geometry import Geometry, Region
+    from akv.core.plan import Window
+    from akv.device.base import Staged
 
 __all__ = ("HostDevice",)
 
@@ -81,8 +84,9 @@ class HostDevice:
         start = -raw.ctypes.data % 64
         return raw[start : start + num_bytes]
 
-    def mark(self) -> None:
+    def mark(self) -> Any:
         """Nothing: when the engine's thread goes on, the CPU has written."""
+        return None
 
     def gather(self, window: Window, staged: Staged, mark: Any) -> None:  # noqa: ARG002
         """Copy the window's blocks into ``staged``."""

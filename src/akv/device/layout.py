@@ -9,14 +9,18 @@ moved. Called once, on the engine's thread, when the memory is registered.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from akv.core.errors import LayoutError
 from akv.core.geometry import Geometry, Group, Region
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy as np
+    import numpy.typing as npt
 
 __all__ = ("build_geometry",)
 
@@ -52,7 +56,7 @@ def build_geometry(
         if number is None:
             number = numbers[storage.data_ptr()] = len(memories)
             flat = torch.tensor([], dtype=torch.uint8, device=tensor.device)
-            memories.append(flat.set_(storage).numpy())  # type: ignore[arg-type]
+            memories.append(flat.set_(storage).numpy())
         if (number, offset) in seen:
             continue
         seen.add((number, offset))
@@ -76,17 +80,18 @@ def _page(name: str, tensor: torch.Tensor, num_blocks: int) -> tuple[int, int, i
     if tensor.dim() != 4 or tensor.shape[0] % num_blocks or not tensor.numel():
         raise LayoutError(name, seen, _KNOWN)
     width = tensor.element_size()
+    strides = [int(stride) for stride in tensor.stride()]
     kernel_blocks = tensor.shape[0] // num_blocks
     page = 1
-    inner = sorted(zip(tensor.stride()[1:], tensor.shape[1:], strict=True))
+    inner = sorted(zip(strides[1:], tensor.shape[1:], strict=True))
     for stride, length in inner:
         if length != 1 and stride != page:
             raise LayoutError(name, seen, _KNOWN)
         page *= length
-    if tensor.stride(0) < page or (kernel_blocks > 1 and tensor.stride(0) != page):
+    if strides[0] < page or (kernel_blocks > 1 and strides[0] != page):
         raise LayoutError(name, seen, _KNOWN)
     return (
-        tensor.storage_offset() * width,
-        tensor.stride(0) * kernel_blocks * width,
+        int(tensor.storage_offset()) * width,
+        strides[0] * kernel_blocks * width,
         page * kernel_blocks * width,
     )

@@ -12,16 +12,20 @@ Used on the loop only.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
-import numpy as np
-import numpy.typing as npt
 
 from akv.core.events import MemoryQuarantined, MemoryReleased, Observer
-from akv.pipeline.native import Call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from akv.pipeline.native import Call
 
 __all__ = ("BufferPool", "BufferPoolStatistics", "StagingBuffer")
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import anyio
 import numpy as np
@@ -26,10 +27,8 @@ from akv.core.events import (
     WindowFetched,
     WindowPlaced,
 )
-from akv.core.geometry import Geometry
 from akv.core.keys import BlockKey, make_keys
 from akv.core.plan import Window, transfer_windows
-from akv.core.spec import LoadSpec
 from akv.core.states import (
     Admit,
     Expire,
@@ -44,10 +43,14 @@ from akv.core.states import (
     is_final,
     step,
 )
-from akv.device.base import Device
-from akv.pipeline.budget import BufferPool, StagingBuffer
-from akv.pipeline.native import Call, NativePool
 from akv.store.base import BlockStore, Failure, Outcome, Status
+
+if TYPE_CHECKING:
+    from akv.core.geometry import Geometry
+    from akv.core.spec import LoadSpec
+    from akv.device.base import Device
+    from akv.pipeline.budget import BufferPool, StagingBuffer
+    from akv.pipeline.native import Call, NativePool
 
 __all__ = ("LoadOutcome", "LoadPipeline")
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.abc
@@ -27,9 +27,13 @@ from akv.core.events import (
 )
 from akv.core.keys import BlockKey, make_keys
 from akv.core.plan import probe_windows
-from akv.core.spec import LookupSpec
-from akv.pipeline.native import NativePool
 from akv.store.base import BlockStore, Failure, Outcome, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from akv.core.spec import LookupSpec
+    from akv.pipeline.native import NativePool
 
 __all__ = ("LookupPipeline", "Unreadable")
 
@@ -142,7 +146,7 @@ class LookupPipeline:
                     leading, failure = self._leading(keys, await self._ask(keys))
                     found += leading
                     if failure is not None:
-                        raise _StoreFailed(failure)
+                        raise _StoreFailedError(failure)
                     if leading < len(window):
                         break
         except TimeoutError:
@@ -190,7 +194,7 @@ class LookupPipeline:
         await question.answered.wait()
         if question.error is not None:
             raise question.error
-        assert question.outcomes is not None  # noqa: S101
+        assert question.outcomes is not None
         return question.outcomes
 
     async def _ask_all(self) -> None:
@@ -221,7 +225,7 @@ class LookupPipeline:
             return
         except Exception as error:  # noqa: BLE001
             for question in batch:
-                question.error = _StoreFailed(f"{type(error).__name__}: {error}")
+                question.error = _StoreFailedError(f"{type(error).__name__}: {error}")
                 question.answered.set()
             return
         position = 0
@@ -232,5 +236,5 @@ class LookupPipeline:
             question.answered.set()
 
 
-class _StoreFailed(AkvError):
+class _StoreFailedError(AkvError):
     """The store answered a lookup with a failure."""

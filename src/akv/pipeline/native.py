@@ -16,13 +16,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import anyio
 
 from akv.core.errors import SessionClosedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ("Call", "LoopHandle", "NativePool", "PoolStatistics")
 
@@ -37,7 +39,7 @@ class LoopHandle:
         try:
             self._post = asyncio.get_running_loop().call_soon_threadsafe
         except RuntimeError:
-            import trio  # noqa: PLC0415
+            import trio
 
             self._post = trio.lowlevel.current_trio_token().run_sync_soon
 
@@ -58,7 +60,7 @@ class Call(Generic[T]):
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function: Callable[[], T] | None = function
-        self._ended = anyio.Event()
+        self.ended_event = anyio.Event()
         self._callbacks: list[Callable[[], None]] = []
         self._result: T | None = None
         self._error: BaseException | None = None
@@ -66,7 +68,7 @@ class Call(Generic[T]):
     @property
     def ended(self) -> bool:
         """Whether nothing of this call runs any more, nor ever will."""
-        return self._ended.is_set()
+        return self.ended_event.is_set()
 
     def on_end(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` on the loop when the call has ended, or now."""
@@ -80,7 +82,7 @@ class Call(Generic[T]):
 
         Cancellation: the waiting stops, the call does not.
         """
-        await self._ended.wait()
+        await self.ended_event.wait()
         if self._error is not None:
             raise self._error
         return cast("T", self._result)
@@ -91,7 +93,7 @@ class Call(Generic[T]):
 
     def _end(self, result: T | None, error: BaseException | None) -> None:
         self._result, self._error = result, error
-        self._ended.set()
+        self.ended_event.set()
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
@@ -122,7 +124,7 @@ class NativePool:
         self._queue: deque[Call[Any]] = deque()
         self._threads: list[threading.Thread] = []
         self._idle = 0
-        self._running = 0
+        self._running: set[Call[Any]] = set()
         self._ended = 0
         self._closed = False
 
@@ -131,7 +133,7 @@ class NativePool:
         with self._condition:
             return PoolStatistics(
                 threads=len(self._threads),
-                running=self._running,
+                running=len(self._running),
                 queued=len(self._queue),
                 ended=self._ended,
             )
@@ -175,8 +177,8 @@ class NativePool:
             if call not in self._queue:
                 return call.ended
             self._queue.remove(call)
-            call._take()  # noqa: SLF001
-        call._end(None, SessionClosedError("withdrawn"))  # noqa: SLF001
+            call._take()
+        call._end(None, SessionClosedError("withdrawn"))
         return True
 
     async def close(self, grace: float) -> int:
@@ -188,13 +190,13 @@ class NativePool:
             self._closed = True
             queued = tuple(self._queue)
             self._condition.notify_all()
+            running = tuple(self._running)
         for call in queued:
             self.withdraw(call)
-        running = 0
         with anyio.move_on_after(grace):
-            while (running := self.statistics().running) > 0:
-                await anyio.sleep(0.005)
-        return running
+            for call in running:
+                await call.ended_event.wait()
+        return sum(not call.ended for call in running)
 
     def _work(self) -> None:
         while True:
@@ -206,8 +208,8 @@ class NativePool:
                     self._condition.wait()
                     self._idle -= 1
                 call = self._queue.popleft()
-                function = call._take()  # noqa: SLF001
-                self._running += 1
+                function = call._take()
+                self._running.add(call)
             result: Any = None
             error: BaseException | None = None
             try:
@@ -215,7 +217,7 @@ class NativePool:
             except BaseException as caught:  # noqa: BLE001
                 error = caught
             with self._condition:
-                self._running -= 1
+                self._running.discard(call)
                 self._ended += 1
-            self._loop.post(call._end, result, error)  # noqa: SLF001
+            self._loop.post(call._end, result, error)
             del call, function, result, error

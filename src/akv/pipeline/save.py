@@ -11,22 +11,25 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from akv.core.errors import AkvError
 from akv.core.events import Observer, SaveCopied, SaveDropped, SaveStarted, SaveStored
-from akv.core.geometry import Geometry
 from akv.core.keys import BlockKey, make_keys
 from akv.core.plan import Window, transfer_windows
-from akv.core.spec import SaveSpec
-from akv.device.base import Device
-from akv.pipeline.budget import BufferPool, StagingBuffer
-from akv.pipeline.native import Call, NativePool
 from akv.store.base import BlockStore, Failure, Outcome, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from akv.core.geometry import Geometry
+    from akv.core.spec import SaveSpec
+    from akv.device.base import Device
+    from akv.pipeline.budget import BufferPool, StagingBuffer
+    from akv.pipeline.native import Call, NativePool
 
 __all__ = ("SaveOutcome", "SavePipeline")
 
@@ -159,7 +162,7 @@ class SavePipeline:
         try:
             for window in windows:
                 if run.spec.chain in self._broken:
-                    run.reason = run.reason or "a block before it was dropped"
+                    run.reason = "a block before it was dropped"
                     return
                 missing = await self._missing(run, window)
                 if run.reason:
@@ -177,8 +180,9 @@ class SavePipeline:
                     done, put = put, None
                     if done is not None:
                         await self._finished(run, done)
-                    if run.reason or run.spec.chain in self._broken:
-                        run.reason = run.reason or "a block before it was dropped"
+                    if run.spec.chain in self._broken and not run.reason:
+                        run.reason = "a block before it was dropped"
+                    if run.reason:
                         return
                     put = self._put(run, missing, buffer)
                 finally:

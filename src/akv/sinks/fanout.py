@@ -7,9 +7,12 @@ sink does with it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from akv.core.events import Event, Observer
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from akv.core.events import Event, Observer
 
 __all__ = ("Fanout",)
 
@@ -27,7 +30,7 @@ class Fanout:
         for observer in self._observers:
             try:
                 observer.on(event)
-            except Exception:
+            except Exception:  # noqa: BLE001
                 left = tuple(o for o in self._observers if o is not observer)
                 self._observers = left
                 _log.exception("%r failed and gets no further events", observer)

@@ -9,8 +9,7 @@ asking (which store, why there is none, a load that failed) is above debug.
 from __future__ import annotations
 
 import logging
-from collections.abc import MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -26,6 +25,9 @@ from akv.core.events import (
     StoreUnavailable,
     as_dict,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
 
 __all__ = ("LogSink",)
 

@@ -6,11 +6,15 @@ every lookup misses and every put finds no room, in no time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from akv.core.errors import StoreUnavailableError
-from akv.core.keys import BlockKey
 from akv.store.base import Buffer, Outcome, Status, StoreStatistics
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from akv.core.keys import BlockKey
 
 __all__ = ("AbsentStore",)
 

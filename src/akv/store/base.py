@@ -11,11 +11,13 @@ memory is the pool's business and not the store's.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
-from akv.core.keys import BlockKey
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from akv.core.keys import BlockKey
 
 __all__ = (
     "BlockStore",

@@ -8,11 +8,15 @@ a function of the test what each call should come to.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from akv.core.keys import BlockKey
 from akv.store.base import BlockStore, Buffer, Outcome, Status, StoreStatistics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from akv.core.keys import BlockKey
 
 __all__ = ("Fault", "FaultyStore", "GatedStore", "WrappedStore")
 
@@ -207,5 +211,3 @@ class FaultyStore(WrappedStore):
         return [
             fault.outcomes.get(place, outcome) for place, outcome in enumerate(outcomes)
         ]
-
-

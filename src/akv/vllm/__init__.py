@@ -17,11 +17,11 @@ def register() -> None:
     The entry point ``vllm.general_plugins``; vLLM calls it in each of its
     processes, in some of them twice.
     """
-    from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415
+    from vllm.distributed.kv_transfer.kv_connector.factory import (
         KVConnectorFactory,
     )
 
-    if "AkvConnector" not in KVConnectorFactory._registry:  # noqa: SLF001
+    if "AkvConnector" not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(
             "AkvConnector", "akv.vllm.connector", "AkvConnector"
         )
@@ -29,7 +29,7 @@ def register() -> None:
 
 def __getattr__(name: str) -> Any:
     if name == "AkvConnector":
-        from akv.vllm.connector import AkvConnector  # noqa: PLC0415
+        from akv.vllm.connector import AkvConnector
 
         return AkvConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,8 +7,7 @@ written where it does it.
 
 from __future__ import annotations
 
-import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -19,12 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from akv.config import Config
-from akv.core.events import Observer
 from akv.sinks.fanout import Fanout
 from akv.sinks.jsonl import JsonLines
 from akv.sinks.logs import LogSink
@@ -34,10 +29,17 @@ from akv.vllm.scheduler import SchedulerSide
 from akv.vllm.stats import AkvStats, Counters
 from akv.vllm.worker import WorkerSide
 
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from akv.core.events import Observer
+
 __all__ = ("AkvConnector",)
 
 
-class AkvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class AkvConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM's KV connector for akv's stores."""
 
     def __init__(
@@ -72,7 +74,7 @@ class AkvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def _s(self) -> SchedulerSide:
-        assert self._scheduler is not None, "a scheduler hook in a worker"  # noqa: S101
+        assert self._scheduler is not None, "a scheduler hook in a worker"
         return self._scheduler
 
     def set_xfer_handshake_metadata(
@@ -137,7 +139,7 @@ class AkvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def _w(self) -> WorkerSide:
-        assert self._worker is not None, "a worker hook in a scheduler"  # noqa: S101
+        assert self._worker is not None, "a worker hook in a scheduler"
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:

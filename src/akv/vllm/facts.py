@@ -10,16 +10,23 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import vllm
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    MLAAttentionSpec,
+)
 
 from akv.core.errors import ConfigError
 from akv.core.geometry import Geometry, Group, Region
 from akv.core.keys import Fingerprint, fingerprint
 from akv.identity import weights_identity
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = ("check_supported", "engine_fingerprint", "object_geometry", "worker_facts")
 
@@ -99,7 +106,7 @@ def object_geometry(kv_cache_config: KVCacheConfig, hash_unit: int) -> Geometry:
 
 def worker_facts(vllm_config: Any, layers: Mapping[str, Any]) -> dict[str, Any]:
     """What decides how an attention backend lays a page out."""
-    from vllm.distributed.kv_transfer.kv_connector.utils import (  # noqa: PLC0415
+    from vllm.distributed.kv_transfer.kv_connector.utils import (
         get_current_attn_backends,
     )
 
@@ -154,22 +161,22 @@ def _weights(vllm_config: Any) -> str:
     model = vllm_config.model_config
     if vllm_config.load_config.load_format == "dummy":
         return f"dummy:{model.seed}"
-    path = model.model
-    if not os.path.exists(path):
-        found = _hub_file(path, model.revision)
+    path = Path(model.model)
+    if not path.exists():
+        found = _hub_file(model.model, model.revision)
         if found is None:
             log.warning(
                 "akv: cannot see the weights of %s; its name and revision stand for "
                 "them, so change the namespace when they change",
-                path,
+                model.model,
             )
-            return f"name:{path}:{model.revision}"
-        path = os.path.dirname(found)
+            return f"name:{model.model}:{model.revision}"
+        path = Path(found).parent
     return weights_identity(path)
 
 
 def _hub_file(name: str, revision: str | None) -> str | None:
-    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
+    from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(name, "config.json", revision=revision)
     return found if isinstance(found, str) else None

@@ -7,7 +7,7 @@ out and reports. Both directions are pickled by vLLM.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -15,13 +15,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from akv.core.spec import LoadSpec, SaveSpec
+if TYPE_CHECKING:
+    from akv.core.spec import LoadSpec, SaveSpec
 
 __all__ = ("AkvHandshake", "AkvMetadata", "AkvWorkerMetadata", "SaveReport")
 
 
 @dataclass(frozen=True, slots=True)
-class AkvMetadata(KVConnectorMetadata):  # type: ignore[misc]
+class AkvMetadata(KVConnectorMetadata):
     """One step's work, from the scheduler to the worker."""
 
     loads: tuple[LoadSpec, ...] = ()
@@ -40,7 +41,7 @@ class SaveReport:
 
 
 @dataclass(frozen=True, slots=True)
-class AkvWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class AkvWorkerMetadata(KVConnectorWorkerMetadata):
     """What has become of earlier work, from the worker to the scheduler."""
 
     saves: tuple[SaveReport, ...] = ()
@@ -59,7 +60,7 @@ class AkvWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True)
-class AkvHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+class AkvHandshake(KVConnectorHandshakeMetadata):
     """What only a worker knows of its KV memory, and the scheduler must.
 
     ``facts`` become part of the fingerprint.

@@ -13,19 +13,9 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
-
-from akv.config import Config
 from akv.core.align import Promise, promise
 from akv.core.errors import AkvError
 from akv.core.events import LoadDeclined, LoadPromised, Observer, SaveDropped
@@ -35,7 +25,20 @@ from akv.core.spec import LoadSpec, LookupSpec, SaveSpec, Span
 from akv.portal import Answer, Command, Forget, Portal, PostLookup
 from akv.vllm.facts import engine_fingerprint, object_geometry
 from akv.vllm.metadata import AkvHandshake, AkvMetadata, AkvWorkerMetadata
-from akv.vllm.stats import AkvStats, Counters
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from akv.config import Config
+    from akv.vllm.stats import AkvStats, Counters
 
 __all__ = ("SchedulerSide",)
 
@@ -520,7 +523,7 @@ class SchedulerSide:
         return spec
 
     def _unpin(self, job: _Job) -> None:
-        assert self._pool is not None  # noqa: S101
+        assert self._pool is not None
         self._pinned -= len(job.blocks)
         self._pool.free_blocks(reversed(job.blocks))
 

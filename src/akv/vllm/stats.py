@@ -28,8 +28,10 @@ from akv.core.events import (
 __all__ = ("AkvStats", "Counters")
 
 
-class AkvStats(KVConnectorStats):  # type: ignore[misc]
+class AkvStats(KVConnectorStats):
     """Sums of one interval: plain numbers by name, all of them additive."""
+
+    data: dict[str, Any]
 
     def reset(self) -> None:
         """Forget everything."""
@@ -89,9 +91,7 @@ class Counters:
             case LookupFailed():
                 self._add(lookups_failed=1)
             case LoadPromised():
-                self._add(
-                    loads_promised=1, tokens_promised=event.usable - event.local
-                )
+                self._add(loads_promised=1, tokens_promised=event.usable - event.local)
             case LoadLanded():
                 self._add(
                     loads_landed=1, load_bytes=event.bytes, load_seconds=event.seconds

@@ -9,19 +9,13 @@ reported exactly once, whatever comes out of the portal.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
-from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from akv.config import Config
 from akv.core.errors import LayoutError
-from akv.core.events import Observer
-from akv.core.spec import LoadSpec
 from akv.device.host import HostDevice
 from akv.device.layout import build_geometry
 from akv.portal import (
@@ -41,7 +35,18 @@ from akv.vllm.metadata import (
     AkvWorkerMetadata,
     SaveReport,
 )
-from akv.vllm.stats import AkvStats, Counters
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from akv.config import Config
+    from akv.core.events import Observer
+    from akv.core.spec import LoadSpec
+    from akv.device.base import Device
+    from akv.vllm.stats import AkvStats, Counters
 
 __all__ = ("WorkerSide",)
 
@@ -65,7 +70,7 @@ class WorkerSide:
         self._counters = counters
         self._observer = observer
         self._portal: Portal | None = None
-        self._device: HostDevice | None = None
+        self._device: Device | None = None
         self._handshake: AkvHandshake | None = None
         self._open: dict[int, LoadSpec] = {}
         self._saving: dict[int, int] = {}
@@ -124,7 +129,7 @@ class WorkerSide:
         """Hand the step's saves over, to be copied after this step's forward."""
         if not metadata.saves:
             return
-        assert self._device is not None  # noqa: S101
+        assert self._device is not None
         mark = self._device.mark()
         self._saving |= {spec.job_id: len(spec) for spec in metadata.saves}
         self._post([PostSave(spec, mark) for spec in metadata.saves])
@@ -192,7 +197,7 @@ class WorkerSide:
                 ("load", numbers.load_staging),
                 ("save", numbers.save_staging),
             ):
-                assert pool is not None  # noqa: S101
+                assert pool is not None
                 state[f"{name} buffers in use"] = pool.buffers - pool.free
                 state[f"{name} buffers in quarantine"] = pool.quarantined
             state["loads"] = numbers.loads
@@ -205,5 +210,5 @@ class WorkerSide:
             log.warning("akv: a call into the store hangs; its thread is left behind")
 
     def _post(self, commands: list[Command]) -> None:
-        assert self._portal is not None  # noqa: S101
+        assert self._portal is not None
         self._portal.post(commands)
