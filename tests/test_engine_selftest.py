@@ -7,6 +7,8 @@ so that no bug counts as seen by accident.
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,9 +18,11 @@ from engine.errors import (
     LeakError,
     ProtocolError,
     StallError,
+    WorkerDiedError,
     WrongBytesError,
 )
 from engine.shapes import SCHEDULES, SHAPES, Shape
+from engine.worker import ProcessWorker
 from engine.workload import Workload, run_workload
 
 if TYPE_CHECKING:
@@ -288,6 +292,19 @@ def test_an_error_in_the_worker_process_arrives_as_itself(order: HookOrder) -> N
         cold_then_warm(engine)
     assert caught.value.request_id == "warm"
     assert caught.value.position == 0
+
+
+def test_a_killed_worker_process_is_said_to_be_dead() -> None:
+    shape = Shape(hook_order="v1", async_scheduling=False, worker="process")
+    with (
+        pytest.raises(WorkerDiedError, match="ended with exit code -9"),
+        reference_engine(shape, fresh_process=True) as engine,
+    ):
+        engine.add_request(range(40), 4)
+        engine.step()
+        assert isinstance(engine.worker, ProcessWorker)
+        os.kill(engine.worker.pid, signal.SIGKILL)
+        engine.run()
 
 
 def test_outputs_depend_on_the_whole_prefix_and_on_the_models_seed() -> None:

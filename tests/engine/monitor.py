@@ -105,13 +105,13 @@ class Monitor:
             answer: tuple[int | None, bool] = (tokens, asynchronous)
             self.answers.setdefault(request.request_id, []).append(answer)
             self._asynchronous[request.request_id] = asynchronous
-            if tokens is None or not asynchronous:
+            if not tokens:
                 if asynchronous:
-                    raise ProtocolError(f"{request.request_id}: {answer}")
-                if not tokens:
-                    return answer
-            if not tokens or tokens < 0:
-                raise ProtocolError(f"{request.request_id}: {answer}")
+                    raise ProtocolError(
+                        f"{request.request_id}: {answer}, but nothing cannot be "
+                        "loaded asynchronously"
+                    )
+                return answer
             self._check_rounding(request, num_computed_tokens, tokens)
             return answer
 
@@ -121,7 +121,7 @@ class Monitor:
         if not self._config.strict_rounding:
             return
         size, length = self._config.block_size, request.num_tokens
-        if tokens % size or local + tokens > length - 1:
+        if tokens < 0 or tokens % size or local + tokens > length - 1:
             raise ProtocolError(
                 f"{request.request_id}: promised {tokens} tokens beyond {local} local "
                 f"ones of {length}; whole blocks of {size} up to {length - 1} are "

@@ -341,10 +341,10 @@ def test_verify_sees_a_lost_slot_and_a_wrong_record(shared_memory: Path) -> None
         _put(store, [key_of(number) for number in range(3)])
         assert store.verify() == []
         index = store._opened.index
-        with index._writing() as txn:
+        with index._env.writing() as txn:
             txn.delete(b"\0\0\0\1", db=index._ready)
         assert any("slot 1 is lost" in problem for problem in store.verify())
-        with index._writing() as txn:
+        with index._env.writing() as txn:
             txn.put(b"\0\0\0\1", b"", db=index._free)
         assert any("not what slot 1 holds" in problem for problem in store.verify())
 

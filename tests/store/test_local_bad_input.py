@@ -176,7 +176,7 @@ def test_a_full_filesystem_fails_puts_and_serves_what_it_has(
         # A reader that stays keeps the index from using its pages again, so
         # it has to grow, and cannot.
         failed = 0
-        with store._opened.index._env.begin():
+        with store._opened.index._env._env.begin():
             for number in range(1000, 5000):
                 key = key_of(number)
                 (outcome,) = store.put_from([key], [value_of(key, SLOT)])
@@ -217,7 +217,7 @@ def _assert_only_right_bytes(store: LocalStore, keys: list[object]) -> None:
 
 def test_a_full_index_fails_puts_and_recovers(shared_memory: Path) -> None:
     with closing(_open(shared_memory)) as store:
-        environment = store._opened.index._env
+        environment = store._opened.index._env._env
         size = environment.info()["map_size"]
         store.put_from(KEYS, [value_of(key, SLOT) for key in KEYS])
         environment.set_mapsize(1)
@@ -381,7 +381,7 @@ def test_an_index_that_contradicts_itself_is_refused(shared_memory: Path) -> Non
     with closing(_open(shared_memory)) as store:
         store.put_from(KEYS, [value_of(key, SLOT) for key in KEYS])
         index = store._opened.index
-        with index._writing() as txn:
+        with index._env.writing() as txn:
             one, two = (txn.get(key, db=index._records) for key in KEYS[:2])
             assert one is not None
             assert two is not None

@@ -35,7 +35,7 @@ __all__ = (
     "open_store",
 )
 
-_KNOWN = "local:/PATH?capacity=SIZE and memory:"
+_KNOWN = "local:/PATH?capacity=SIZE and memory:NAME"
 
 
 def open_store(url: str, *, slot_bytes: int, lease: float = 5.0) -> BlockStore:
@@ -55,11 +55,11 @@ def open_store(url: str, *, slot_bytes: int, lease: float = 5.0) -> BlockStore:
 
 
 def _open_memory(url: str, *, slot_bytes: int, lease: float) -> MemoryStore:
-    _, _, rest = url.partition(":")
-    if not rest:
-        return MemoryStore(slot_bytes=slot_bytes, lease=lease)
-    name, _, size = rest.removeprefix("?").partition("=")
-    if not rest.startswith("?") or name != "capacity":
-        raise ConfigError("store", url, "write memory: or memory:?capacity=SIZE")
-    capacity = parse_size(size, field="store capacity")
-    return MemoryStore(capacity=capacity, slot_bytes=slot_bytes, lease=lease)
+    name, _, query = url.partition(":")[2].partition("?")
+    setting, _, size = query.partition("=")
+    if query and setting != "capacity":
+        raise ConfigError(
+            "store", url, "write memory:NAME or memory:NAME?capacity=SIZE"
+        )
+    capacity = parse_size(size, field="store capacity") if query else 0
+    return MemoryStore(capacity=capacity, slot_bytes=slot_bytes, lease=lease, name=name)

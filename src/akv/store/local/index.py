@@ -6,21 +6,18 @@ slot below the high-water mark is in exactly one of three tables: ``ready``
 (it holds a key's object), ``claims`` (an owner is writing to it) and
 ``free``. A slot is claimed in one transaction and its object published in a
 second, and between the two no record leads to it. Called from any thread,
-each transaction begins and ends within one call. All errors of lmdb leave as
-:class:`~akv.core.errors.StoreError`.
+each transaction begins and ends within one call.
 """
 
 from __future__ import annotations
 
-import errno
-import os
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 import lmdb
 
-from akv.core.errors import StoreCorruptError, StoreError, StoreUnavailableError
+from akv.core.errors import StoreCorruptError
 from akv.store.local.audit import Tables
+from akv.store.local.environment import Environment
 from akv.store.local.records import (
     Claim,
     Record,
@@ -31,13 +28,13 @@ from akv.store.local.records import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from akv.core.keys import BlockKey
     from akv.store.local.ticks import Ticks
 
-__all__ = ("BATCH", "LONGEST_KEY", "Index", "IndexFullError", "index_bytes")
+__all__ = ("BATCH", "LONGEST_KEY", "Index")
 
 BATCH: Final = 64
 """Keys in one transaction at most: others wait no longer than that."""
@@ -45,91 +42,57 @@ BATCH: Final = 64
 LONGEST_KEY: Final = 511
 """What LMDB takes."""
 
-_MAP_BASE = 16 << 20
-_MAP_PER_SLOT = 4096
-_RESERVE_BASE = 1 << 20
-_RESERVE_PER_SLOT = 512
-_READERS = 512
-_SPARE = 16
 _CLEAR_BATCH = 1024
 _EVICT_BATCH = 128
-
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-_DAMAGE = (
-    lmdb.CorruptedError,
-    lmdb.InvalidError,
-    lmdb.PageNotFoundError,
-    lmdb.VersionMismatchError,
-)
-
-
-class IndexFullError(StoreError):
-    """The index has no room for one more change: its disk or its map is full."""
 
 
 class Index:
     """The open index of one process; see :meth:`open`."""
 
-    def __init__(
-        self, environment: lmdb.Environment, path: Path, slots: int, ticks: Ticks
-    ) -> None:
+    def __init__(self, environment: Environment, slots: int, ticks: Ticks) -> None:
         self._env = environment
-        self._path = path
         self._slots = slots
         self._ticks = ticks
-        self._records = environment.open_db(b"index")
-        self._ready = environment.open_db(b"ready")
-        self._claims = environment.open_db(b"claims")
-        self._free = environment.open_db(b"free")
-        self._meta = environment.open_db(b"meta")
+        self._records = environment.table(b"index")
+        self._ready = environment.table(b"ready")
+        self._claims = environment.table(b"claims")
+        self._free = environment.table(b"free")
+        self._meta = environment.table(b"meta")
 
     @classmethod
     def open(cls, path: Path, *, slots: int, ticks: Ticks) -> Index:
-        """Open the environment in the directory ``path``, making a new one.
+        """Open the index in the directory ``path``, making a new one.
 
-        Once in a process for each directory, or LMDB's locks break; whoever
-        calls this sees to it.
+        Once in a process for each directory.
         """
-        with _mapping_errors(path):
-            environment = lmdb.open(
-                str(path),
-                map_size=_MAP_BASE + slots * _MAP_PER_SLOT,
-                max_dbs=8,
-                max_readers=_READERS,
-                max_spare_txns=_SPARE,
-                mode=0o600,
-                # Killed processes lose nothing without a sync; what a power
-                # cut does is for the clean mark in the slab's header.
-                sync=False,
-                metasync=False,
-            )
-            try:
-                index = cls(environment, path, slots, ticks)
-                index.check_readers()
-                return index
-            except BaseException:
-                environment.close()
-                raise
+        environment = Environment(path, slots)
+        try:
+            index = cls(environment, slots, ticks)
+            environment.check_readers()
+            return index
+        except BaseException:
+            environment.close()
+            raise
 
     @property
     def identity(self) -> bytes:
         """The slab's identity, as it was when the index was made."""
-        with self._reading(self._meta) as txn:
+        with self._env.reading(self._meta) as txn:
             return txn.get(b"identity") or b""
 
     def initialise(self, identity: bytes) -> None:
         """Write the first row of a new index."""
-        with self._writing() as txn:
+        with self._env.writing() as txn:
             txn.put(b"identity", identity, db=self._meta)
 
     def new_owner(self) -> int:
         """A number that no owner had before."""
-        with self._writing() as txn:
+        with self._env.writing() as txn:
             return self._count(txn, b"owners", 1)
 
     def find(self, keys: Sequence[BlockKey]) -> list[bytes | None]:
         """The packed records of ``keys`` in one view; None for a miss."""
-        with _mapping_errors(self._path), self._env.begin(self._records) as txn:
+        with self._env.reading(self._records) as txn:
             get = txn.get
             try:
                 return [get(key) for key in keys]
@@ -145,7 +108,7 @@ class Index:
         where there is no room. Also, how many objects were evicted. Keys are
         distinct and at most :data:`BATCH`.
         """
-        with self._writing() as txn:
+        with self._env.writing() as txn:
             found: list[Claim | bytes | None] = [
                 txn.get(key, db=self._records) for key in keys
             ]
@@ -169,12 +132,12 @@ class Index:
         False where somebody else published the key first: that slot is free
         again.
         """
-        with self._writing() as txn:
+        with self._env.writing() as txn:
             published = []
             for claim, length, checksum in written:
                 slot = pack_slot(claim.slot)
                 if not claim.is_row(txn.pop(slot, db=self._claims), owner):
-                    msg = f"the claim on slot {claim.slot} of {self._path} is gone"
+                    msg = f"the claim on slot {claim.slot} of {self._env.path} is gone"
                     raise StoreCorruptError(msg)
                 record = Record(claim.slot, claim.generation, length, checksum)
                 first = txn.put(
@@ -191,7 +154,7 @@ class Index:
 
     def give_back(self, owner: int, claims: Sequence[Claim]) -> None:
         """Free claimed slots that nothing was published from."""
-        with self._writing() as txn:
+        with self._env.writing() as txn:
             for claim in claims:
                 slot = pack_slot(claim.slot)
                 if claim.is_row(txn.get(slot, db=self._claims), owner):
@@ -205,7 +168,7 @@ class Index:
 
         With ``only``, a key goes only while its packed record is still that.
         """
-        with self._writing() as txn:
+        with self._env.writing() as txn:
             removed = []
             for at, key in enumerate(keys):
                 packed = txn.get(key, db=self._records)
@@ -220,7 +183,7 @@ class Index:
         count = 0
         start = prefix
         while True:
-            with self._writing() as txn:
+            with self._env.writing() as txn:
                 doomed = self._under(txn, prefix, start)
                 for key, packed in doomed:
                     self._drop(txn, key, packed)
@@ -232,28 +195,28 @@ class Index:
 
     def reclaim(self, dead: Callable[[int], bool]) -> None:
         """Free the slots that owners now dead had claimed."""
-        with self._writing() as txn:
+        with self._env.writing() as txn:
             for slot in self._orphans(txn, dead):
                 txn.put(pack_slot(slot), b"", db=self._free)
 
     def generation(self, scope: bytes) -> int:
         """The counter of a scope."""
-        with self._reading(self._meta) as txn:
+        with self._env.reading(self._meta) as txn:
             return counter(txn.get(b"gen:" + scope))
 
     def raise_generation(self, scope: bytes) -> int:
         """Count a scope up, for everybody."""
-        with self._writing() as txn:
+        with self._env.writing() as txn:
             return self._count(txn, b"gen:" + scope, 1)
 
     def objects(self) -> int:
         """How many keys can be read."""
-        with self._reading(self._records) as txn:
+        with self._env.reading(self._records) as txn:
             return int(txn.stat(self._records)["entries"])
 
     def verify(self, slot_bytes: int) -> list[str]:
         """Whatever contradicts itself, in one consistent view."""
-        with self._reading(self._meta) as txn:
+        with self._env.reading(self._meta) as txn:
             tables = Tables(
                 high=counter(txn.get(b"high")),
                 slots=self._slots,
@@ -267,21 +230,15 @@ class Index:
 
     def check_readers(self) -> None:
         """Let go of the old pages that readers killed in the middle still hold."""
-        with _mapping_errors(self._path):
-            self._env.reader_check()
+        self._env.check_readers()
 
     def reserve(self) -> None:
         """Take the room that the index will need, so that it cannot run out."""
-        descriptor = os.open(self._path / "data.mdb", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            os.posix_fallocate(descriptor, 0, index_bytes(self._slots))
-        finally:
-            os.close(descriptor)
+        self._env.reserve()
 
     def sync(self) -> None:
         """On to the disk."""
-        with _mapping_errors(self._path):
-            self._env.sync(force=True)
+        self._env.sync()
 
     def close(self) -> None:
         """Close the environment. No transaction may be running."""
@@ -369,45 +326,3 @@ class Index:
         if by:
             txn.put(name, pack_counter(value), db=self._meta)
         return value
-
-    @contextmanager
-    def _reading(self, database: lmdb._Database) -> Iterator[lmdb.Transaction[bytes]]:
-        with _mapping_errors(self._path), self._env.begin(database) as txn:
-            yield txn
-
-    @contextmanager
-    def _writing(self) -> Iterator[lmdb.Transaction[bytes]]:
-        with _mapping_errors(self._path), self._env.begin(write=True) as txn:
-            yield txn
-
-
-def index_bytes(slots: int) -> int:
-    """What the index of so many slots takes on the filesystem."""
-    return _RESERVE_BASE + slots * _RESERVE_PER_SLOT
-
-
-@contextmanager
-def _mapping_errors(path: Path) -> Iterator[None]:
-    """Turn what lmdb raises into akv's errors."""
-    try:
-        yield
-    except _DAMAGE as error:
-        msg = (
-            f"the index {path} is damaged ({error}); remove the directory "
-            f"{path.parent} to start with an empty store"
-        )
-        raise StoreCorruptError(msg) from error
-    except lmdb.LockError as error:
-        msg = (
-            f"the index {path} cannot be locked ({error}); if containers share it, "
-            f"a process of another one has the same process id {os.getpid()}: start "
-            f"them with --pid=host, or give each a store of its own"
-        )
-        raise StoreUnavailableError(msg) from error
-    except lmdb.Error as error:
-        # A short write to a full disk is EIO to lmdb.
-        if isinstance(error, lmdb.MapFullError) or error.code in _NO_SPACE:
-            msg = f"the index {path} cannot grow ({error}); is its disk full?"
-            raise IndexFullError(msg) from error
-        msg = f"the index {path} cannot be used ({error}); open the store again"
-        raise StoreError(msg) from error

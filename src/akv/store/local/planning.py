@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from akv.core.errors import ConfigError, StoreMismatchError, StoreUnavailableError
 from akv.core.sizes import format_size
 from akv.store.local.address import SHARED_MEMORY, default_capacity
+from akv.store.local.environment import index_bytes
 from akv.store.local.filesystem import free_bytes
-from akv.store.local.index import index_bytes
 from akv.store.local.slab import SlabLayout, stride_of
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ import xxhash
 from akv.core.errors import AkvError, ConfigError, StoreError
 from akv.store.base import Failure, Outcome, Status, StoreStatistics
 from akv.store.local.address import LocalAddress
-from akv.store.local.index import BATCH, LONGEST_KEY, IndexFullError
+from akv.store.local.environment import IndexFullError
+from akv.store.local.index import BATCH, LONGEST_KEY
 from akv.store.local.opening import acquire, release
 from akv.store.local.records import Claim, Record
 from akv.store.local.ticks import LONGEST_LEASE
