@@ -6,9 +6,9 @@ import asyncio
 
 import numpy as np
 import pytest
-from harness import OBJECT, Memory, load_spec, lookup_spec, prompt, save_spec
 
 import akv
+from harness import OBJECT, Memory, load_spec, lookup_spec, prompt, save_spec
 
 HASHES = prompt(1, 4)
 CONFIG = akv.Config(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
 from engine.engine import Engine
 from engine.shapes import INLINE_SHAPES, SHAPES, Shape
 from engine.workload import Workload, run_workload
@@ -106,6 +107,15 @@ def test_a_second_engine_loads_what_the_first_one_saved(
     with akv_engine(shape, extra) as engine:
         assert serve(engine, range(100), "warm") == 96
         assert engine.prefill_stats["warm"].num_external_cached_tokens == 96
+
+
+@pytest.mark.parametrize("shape", INLINE_SHAPES, ids=str)
+def test_both_roles_share_a_memory_store_of_one_name(shape: Shape) -> None:
+    extra = {**SMALL, "store": f"memory:shared-{shape}"}
+    with akv_engine(shape, extra) as engine:
+        assert serve(engine, range(100), "cold") == 0
+        assert engine.reset_prefix_cache()
+        assert serve(engine, range(100), "warm") == 96
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

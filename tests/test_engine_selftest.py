@@ -12,6 +12,7 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
 from engine.engine import Engine
 from engine.errors import (
     HarnessError,
@@ -294,17 +295,22 @@ def test_an_error_in_the_worker_process_arrives_as_itself(order: HookOrder) -> N
     assert caught.value.position == 0
 
 
+def kill_the_worker(engine: Engine) -> None:
+    """Kill the worker process in the middle of a request and go on stepping."""
+    engine.add_request(range(40), 4)
+    engine.step()
+    assert isinstance(engine.worker, ProcessWorker)
+    os.kill(engine.worker.pid, signal.SIGKILL)
+    engine.run()
+
+
 def test_a_killed_worker_process_is_said_to_be_dead() -> None:
     shape = Shape(hook_order="v1", async_scheduling=False, worker="process")
     with (
         pytest.raises(WorkerDiedError, match="ended with exit code -9"),
         reference_engine(shape, fresh_process=True) as engine,
     ):
-        engine.add_request(range(40), 4)
-        engine.step()
-        assert isinstance(engine.worker, ProcessWorker)
-        os.kill(engine.worker.pid, signal.SIGKILL)
-        engine.run()
+        kill_the_worker(engine)
 
 
 def test_outputs_depend_on_the_whole_prefix_and_on_the_models_seed() -> None:

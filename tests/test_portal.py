@@ -11,16 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from harness import (
-    BLOCKS,
-    OBJECT,
-    SPACE,
-    Memory,
-    load_spec,
-    lookup_spec,
-    prompt,
-    save_spec,
-)
 
 import akv
 from akv.portal import (
@@ -38,6 +28,16 @@ from akv.portal import (
 )
 from akv.store import BlockStore, MemoryStore
 from akv.testing.stores import GatedStore
+from harness import (
+    BLOCKS,
+    OBJECT,
+    SPACE,
+    Memory,
+    load_spec,
+    lookup_spec,
+    prompt,
+    save_spec,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

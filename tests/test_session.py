@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING
 import anyio
 import anyio.to_thread
 import pytest
+
+import akv
+from akv.store import BlockStore, Failure, MemoryStore, Status
+from akv.testing.stores import Fault, FaultyStore, GatedStore
 from harness import (
     BLOCKS,
     OBJECT,
@@ -19,10 +23,6 @@ from harness import (
     prompt,
     save_spec,
 )
-
-import akv
-from akv.store import BlockStore, Failure, MemoryStore, Status
-from akv.testing.stores import Fault, FaultyStore, GatedStore
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence

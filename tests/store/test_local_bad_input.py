@@ -60,7 +60,6 @@ def _contents(directory: Path) -> dict[str, bytes]:
         "local:/dev/shm/x?capacity=",
         "local:/dev/shm/x?checksum=maybe",
         "local:/dev/shm/x#y",
-        "memory:/x",
         "memory:?size=3",
         "unknown:/x",
         "/dev/shm/x",

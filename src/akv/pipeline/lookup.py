@@ -176,8 +176,10 @@ class LookupPipeline:
         return found
 
     def _leading(
-        self, keys: Sequence[BlockKey], outcomes: Sequence[Outcome]
+        self, keys: Sequence[BlockKey], outcomes: list[Outcome]
     ) -> tuple[int, str | None]:
+        if not len(self.unreadable) and outcomes.count(Status.HIT) == len(keys):
+            return len(keys), None
         for count, (key, outcome) in enumerate(zip(keys, outcomes, strict=True)):
             if isinstance(outcome, Failure):
                 return count, outcome.reason

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 
 from akv.core.errors import ConfigError
@@ -22,9 +23,10 @@ class JsonLines:
 
     def __init__(self, path: str, *, role: str) -> None:
         self._common = {"role": role, "pid": os.getpid()}
+        self._lock = threading.Lock()
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(
+            self._file: int | None = os.open(
                 path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
             )
         except OSError as error:
@@ -35,8 +37,13 @@ class JsonLines:
     def on(self, event: Event) -> None:
         """Append one line."""
         line = json.dumps(as_dict(event) | self._common, separators=(",", ":"))
-        os.write(self._file, line.encode() + b"\n")
+        with self._lock:
+            if self._file is not None:
+                os.write(self._file, line.encode() + b"\n")
 
     def close(self) -> None:
-        """Close the file; later events raise."""
-        os.close(self._file)
+        """Close the file; later events are dropped. Twice is no error."""
+        with self._lock:
+            file, self._file = self._file, None
+        if file is not None:
+            os.close(file)

@@ -47,7 +47,8 @@ class LogSink:
 
     def __init__(self, *, role: str, logger: str = "akv") -> None:
         self._stdlib = logging.getLogger(logger)
-        self._stdlib.addHandler(logging.NullHandler())
+        if not self._stdlib.handlers:
+            self._stdlib.addHandler(logging.NullHandler())
         self._log: Any = structlog.wrap_logger(
             self._stdlib,
             wrapper_class=structlog.stdlib.BoundLogger,

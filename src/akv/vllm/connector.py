@@ -54,8 +54,10 @@ class AkvConnector(KVConnectorBase_V1, SupportsHMA):
         counters = Counters()
         name = "scheduler" if role is KVConnectorRole.SCHEDULER else "worker"
         sinks: list[Observer] = [counters, LogSink(role=name, logger="vllm.akv")]
+        self._event_log: JsonLines | None = None
         if config.log_events != "off":
-            sinks.append(JsonLines(config.log_events, role=name))
+            self._event_log = JsonLines(config.log_events, role=name)
+            sinks.append(self._event_log)
         observer = Fanout(sinks)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -202,6 +204,8 @@ class AkvConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         """End everything within the grace time. Twice is no error."""
         (self._scheduler or self._w).shutdown()
+        if self._event_log is not None:
+            self._event_log.close()
 
     @classmethod
     def build_kv_connector_stats(

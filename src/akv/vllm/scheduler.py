@@ -27,7 +27,7 @@ from akv.vllm.facts import engine_fingerprint, object_geometry
 from akv.vllm.metadata import AkvHandshake, AkvMetadata, AkvWorkerMetadata
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -62,8 +62,9 @@ class _Tracked:
     promised: Promise | None = None
     hit: int = 0
     loaded: bool = False
-    capped: int | None = None
+    given_up: bool = False
     declined: bool = False
+    stored: range = range(0)
     saved: int = 0
     save: bool = True
 
@@ -80,10 +81,11 @@ class _Job:
 
 @dataclass(slots=True)
 class _Step:
-    """What the next metadata will carry."""
+    """What the next metadata will carry, and what the loop will be told then."""
 
     loads: list[LoadSpec] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
+    commands: list[Command] = field(default_factory=list)
 
 
 class SchedulerSide:
@@ -179,7 +181,7 @@ class SchedulerSide:
     # Lookups and loads.
 
     def on_new_request(self, request: Request) -> None:
-        """Start the lookup, long before the engine asks for its answer."""
+        """Have the store asked, at the end of the step that comes next."""
         if self._portal is None:
             self.open(None)
         tracked = _Tracked(request, chain=next(self._ids))
@@ -206,7 +208,7 @@ class SchedulerSide:
                 tracked.asked = 0
                 self._ask(tracked, num_computed_tokens // self._block)
         answer = tracked.answer
-        if tracked.loaded or answer is None:
+        if tracked.loaded or tracked.given_up or answer is None:
             return 0, False
         local_blocks = num_computed_tokens // self._block
         if local_blocks < tracked.first_block and tracked.asked < _MOST_ASKED:
@@ -221,11 +223,10 @@ class SchedulerSide:
                 return None, False
             answer.cancelled = True
             found = 0
+        tracked.stored = range(tracked.first_block, tracked.first_block + found)
         hit = 0
         if local_blocks >= tracked.first_block:
             hit_blocks = tracked.first_block + found
-            if tracked.capped is not None:
-                hit_blocks = min(hit_blocks, tracked.capped)
             hit = hit_blocks * self._block
         tracked.hit = hit
         promised = promise(
@@ -293,8 +294,15 @@ class SchedulerSide:
     # Saves.
 
     def build_connector_meta(self, output: SchedulerOutput) -> AkvMetadata:
-        """This step's loads, cancellations and saves."""
+        """This step's loads, cancellations and saves.
+
+        Called once a step, also for an empty one; the only hook that wakes
+        the loop, as a thread that wakes another one may have to wait for the
+        interpreter's lock afterwards.
+        """
         step, self._next = self._next, _Step()
+        if step.commands and self._portal is not None:
+            self._portal.post(step.commands)
         saves: list[SaveSpec] = []
         if self._saves_wanted and output.total_num_scheduled_tokens:
             for request_id, scheduled in output.num_scheduled_tokens.items():
@@ -330,12 +338,14 @@ class SchedulerSide:
         for request_id in meta.failed_loads:
             tracked = self._requests.get(request_id)
             if tracked is not None:
-                # What the engine keeps of it is local from now on.
-                tracked.capped = 0
+                # Nothing more is promised to it, and what the engine has to
+                # compute after all may be saved again.
+                tracked.given_up = True
+                tracked.stored = range(0)
         if meta.unreadable:
             for block_hash in meta.unreadable:
                 self._known.pop(block_hash, None)
-            self._post([Forget(self._prefix, meta.unreadable)])
+            self._next.commands.append(Forget(self._prefix, meta.unreadable))
 
     def reset_cache(self) -> bool:
         """Make everything saved so far unreachable; True when confirmed.
@@ -374,7 +384,7 @@ class SchedulerSide:
             "loads": len(self._loads),
             "save jobs": len(self._jobs),
             "pinned blocks": self._pinned,
-            "unsent": len(self._next.loads) + len(self._next.cancelled),
+            "unsent loads": len(self._next.loads) + len(self._next.cancelled),
         }
         if self._portal is not None and self._portal.alive:
             numbers = self._portal.call(lambda s: s.statistics(), timeout=5)
@@ -386,10 +396,6 @@ class SchedulerSide:
     def _use(self, space: KeySpace) -> None:
         self._space = space
         self._prefix = space.prefix
-
-    def _post(self, commands: Iterable[Command]) -> None:
-        if self._portal is not None:
-            self._portal.post(commands)
 
     def _ask(self, tracked: _Tracked, first_block: int) -> None:
         """Post a lookup of what could be used beyond ``first_block``."""
@@ -412,7 +418,7 @@ class SchedulerSide:
             askable_blocks=askable,
             first_block=first_block,
         )
-        self._post([PostLookup(spec, tracked.answer)])
+        self._next.commands.append(PostLookup(spec, tracked.answer))
 
     def _local_blocks(self, request: Request) -> int:
         """About how many leading blocks the engine has itself.
@@ -481,14 +487,10 @@ class SchedulerSide:
             tracked.save = False
             return None
         hashes = request.block_hashes
-        stored = range(0)
-        if tracked.answer is not None and tracked.answer.found:
-            begin = tracked.first_block
-            stored = range(begin, begin + tracked.answer.found)
         wanted = [
             number
             for number in range(first, last)
-            if number not in stored and hashes[number] not in self._known
+            if number not in tracked.stored and hashes[number] not in self._known
         ]
         room = self._most_pinned - self._pinned
         if len(wanted) > room:
