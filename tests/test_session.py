@@ -247,7 +247,7 @@ async def test_a_spec_that_does_not_fit_is_refused_before_anything_is_touched() 
     async with session_on(store, Memory()) as session:
         with pytest.raises(akv.PlanError, match="block 32 of 32"):
             await session.load(load_spec(HASHES[:1], (32,)))
-        freed = []
+        freed: list[int] = []
         with pytest.raises(akv.PlanError, match="block 32 of 32"):
             await session.save(
                 save_spec(HASHES[:1], (32,)), on_copied=partial(freed.append, 1)

@@ -19,6 +19,7 @@ from akv.core.states import (
     Fetching,
     Hit,
     Landed,
+    LoadEvent,
     LoadState,
     Missed,
     Placed,
@@ -36,7 +37,7 @@ window_sizes = st.lists(st.integers(1, 5), min_size=1, max_size=5).map(tuple)
 def test_a_load_lives_from_probe_to_landing() -> None:
     """Two windows, nothing fails."""
     state: LoadState = Probing()
-    for event, expected in [
+    life: list[tuple[LoadEvent, LoadState]] = [
         (Answer(48), Hit(48)),
         (Plan((2, 1)), Planned((2, 1))),
         (Admit(), Admitted((2, 1))),
@@ -45,7 +46,8 @@ def test_a_load_lives_from_probe_to_landing() -> None:
         (Placed(), Fetching((2, 1), 1, 2)),
         (Fetched(), Placing((2, 1), 1, 2, frozenset())),
         (Placed(), Landed(3)),
-    ]:
+    ]
+    for event, expected in life:
         state = step(state, event)
         assert state == expected
 
