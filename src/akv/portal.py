@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import anyio
 import anyio.abc
 
-from akv.core.errors import AkvError, SessionClosedError, WrongThreadError
+from akv.core.errors import SessionClosedError, WrongThreadError
 from akv.pipeline.native import LoopHandle
 from akv.session import CLOSE_GRACE, Session, open_session
 
@@ -81,9 +81,10 @@ class PostLookup:
 
 @dataclass(frozen=True, slots=True)
 class PostLoad:
-    """Load ``spec``; reported by ``LoadEnded``."""
+    """Load ``spec``, not before ``mark``; reported by ``LoadEnded``."""
 
     spec: LoadSpec
+    mark: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,10 +323,10 @@ class Portal:
             match self._inbox.popleft():
                 case PostLookup(spec, answer):
                     tasks.start_soon(self._lookup, session, spec, answer)
-                case PostLoad(spec):
+                case PostLoad(spec, mark):
                     scope = self._scopes[spec.load_id] = anyio.CancelScope()
                     self._loads[spec.load_id] = spec
-                    tasks.start_soon(self._load, session, spec, scope)
+                    tasks.start_soon(self._load, session, spec, mark, scope)
                 case CancelLoad(load_id):
                     found = self._scopes.get(load_id)
                     if found is not None:
@@ -343,19 +344,19 @@ class Portal:
         try:
             if not answer.cancelled:
                 found = await session.lookup(spec)
-        except AkvError:
-            pass
+        except Exception:  # noqa: BLE001
+            found = 0  # whatever it was, the engine computes and the loop lives
         finally:
             answer.found = found
 
     async def _load(
-        self, session: Session, spec: LoadSpec, scope: anyio.CancelScope
+        self, session: Session, spec: LoadSpec, mark: Any, scope: anyio.CancelScope
     ) -> None:
         blocks = tuple(block for span in spec.spans for block in span.block_ids)
         ended = LoadEnded(spec, blocks, (), "cancelled")
         try:
             with scope:
-                outcome = await session.load(spec)
+                outcome = await session.load(spec, mark=mark)
                 ended = LoadEnded(
                     spec, outcome.failed_blocks, outcome.failed_hashes, outcome.reason
                 )
@@ -409,7 +410,7 @@ class Portal:
             match command:
                 case PostLookup(_, answer):
                     answer.found = 0
-                case PostLoad(spec):
+                case PostLoad(spec, _):
                     blocks = tuple(b for span in spec.spans for b in span.block_ids)
                     self._outbox.append(LoadEnded(spec, blocks, (), reason))
                 case PostSave(spec, _):

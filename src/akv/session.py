@@ -117,8 +117,8 @@ class Session:
         with self._counted("lookup"):
             return await self._lookups.lookup(spec)
 
-    async def load(self, spec: LoadSpec) -> LoadOutcome:
-        """Load whole blocks into the engine's memory.
+    async def load(self, spec: LoadSpec, *, mark: Any = None) -> LoadOutcome:
+        """Load whole blocks into the engine's memory, not before ``mark``.
 
         When it ends, however it ends, no copy touches those blocks any more.
         Keys that could not be read are misses for the next seconds.
@@ -129,7 +129,7 @@ class Session:
         if self._loads is None:
             self._no_memory()
         with self._counted("load"):
-            outcome = await self._loads.load(spec)
+            outcome = await self._loads.load(spec, mark)
         self.forget(spec.space, 0, outcome.failed_hashes)
         return outcome
 

@@ -29,9 +29,10 @@ class Device(Protocol):
         ...
 
     def mark(self) -> Any:
-        """A point in the engine's order of work, for ``gather`` to wait for.
+        """A point in the engine's order of work, for copies to wait for.
 
-        Called on the engine's thread after a forward; must not wait.
+        Called on the engine's thread after a forward was launched; must not
+        wait.
         """
         ...
 
@@ -40,10 +41,15 @@ class Device(Protocol):
         ...
 
     def scatter(
-        self, window: Window, staged: Staged, rows: npt.NDArray[np.intp] | None
+        self,
+        window: Window,
+        staged: Staged,
+        rows: npt.NDArray[np.intp] | None,
+        mark: Any,
     ) -> None:
         """Copy ``staged`` into the window's blocks: those of ``rows``, or all.
 
-        When it returns no copy can touch the blocks any more.
+        Not before ``mark``. When it returns no copy can touch the blocks any
+        more.
         """
         ...

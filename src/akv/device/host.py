@@ -100,7 +100,11 @@ class HostDevice:
             part[...] = blocks[ids]
 
     def scatter(
-        self, window: Window, staged: Staged, rows: npt.NDArray[np.intp] | None
+        self,
+        window: Window,
+        staged: Staged,
+        rows: npt.NDArray[np.intp] | None,
+        mark: Any,  # noqa: ARG002
     ) -> None:
         """Copy ``staged`` into the window's blocks."""
         group = self._geometry.groups[window.group]

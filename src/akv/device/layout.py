@@ -15,14 +15,15 @@ import torch
 
 from akv.core.errors import LayoutError
 from akv.core.geometry import Geometry, Group, Region
+from akv.device.cuda import CudaDevice
+from akv.device.host import HostDevice
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    import numpy as np
-    import numpy.typing as npt
+    from akv.device.base import Device
 
-__all__ = ("build_geometry",)
+__all__ = ("build_geometry", "open_device")
 
 _KNOWN = (
     "4-dimensional caches [blocks, heads, tokens, content] of a whole number of "
@@ -36,17 +37,17 @@ def build_geometry(
     num_blocks: int,
     block_size: int,
     hash_unit: int,
-) -> tuple[Geometry, tuple[npt.NDArray[np.uint8], ...]]:
+) -> tuple[Geometry, tuple[torch.Tensor, ...]]:
     """The geometry of one group, and the memory that its regions lie in.
 
-    Layers that share one cache are stored once. The memory is a view: the
-    engine owns it.
+    Layers that share one cache are stored once. The memory is flat views of
+    bytes: the engine owns it.
 
     :param layers: name and cache of each layer of the group, in order
     :raises LayoutError: a cache that akv does not understand
     """
     regions: list[Region] = []
-    memories: list[npt.NDArray[np.uint8]] = []
+    memories: list[torch.Tensor] = []
     numbers: dict[int, int] = {}
     seen: set[tuple[int, int]] = set()
     for name, tensor in layers.items():
@@ -56,7 +57,7 @@ def build_geometry(
         if number is None:
             number = numbers[storage.data_ptr()] = len(memories)
             flat = torch.tensor([], dtype=torch.uint8, device=tensor.device)
-            memories.append(flat.set_(storage).numpy())
+            memories.append(flat.set_(storage))
         if (number, offset) in seen:
             continue
         seen.add((number, offset))
@@ -68,6 +69,13 @@ def build_geometry(
     return geometry, tuple(memories)
 
 
+def open_device(geometry: Geometry, memory: Sequence[torch.Tensor]) -> Device:
+    """The device that moves blocks of this memory."""
+    if memory[0].device.type == "cuda":
+        return CudaDevice(geometry, memory)
+    return HostDevice(geometry, [flat.numpy() for flat in memory])
+
+
 def _page(name: str, tensor: torch.Tensor, num_blocks: int) -> tuple[int, int, int]:
     """Offset of block 0, stride between blocks, size of a block; in bytes."""
     seen = (
@@ -75,8 +83,8 @@ def _page(name: str, tensor: torch.Tensor, num_blocks: int) -> tuple[int, int, i
         f"{tuple(tensor.stride())}, {tensor.dtype}, on {tensor.device}, "
         f"for {num_blocks} blocks"
     )
-    if tensor.device.type != "cpu":
-        raise LayoutError(name, seen, "memory that the CPU can reach")
+    if tensor.device.type not in {"cpu", "cuda"}:
+        raise LayoutError(name, seen, "memory of the CPU and of CUDA devices")
     if tensor.dim() != 4 or tensor.shape[0] % num_blocks or not tensor.numel():
         raise LayoutError(name, seen, _KNOWN)
     width = tensor.element_size()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import numpy as np
@@ -89,8 +89,9 @@ class _Fetch:
 class _Run:
     """One load while it runs."""
 
-    def __init__(self, spec: LoadSpec, windows: tuple[Window, ...]) -> None:
+    def __init__(self, spec: LoadSpec, windows: tuple[Window, ...], mark: Any) -> None:
         self.spec = spec
+        self.mark = mark
         self.windows = windows
         self.started = time.monotonic()
         self.state: LoadState = step(
@@ -126,8 +127,8 @@ class LoadPipeline:
         self._window_bytes = window_bytes
         self._observer = observer
 
-    async def load(self, spec: LoadSpec) -> LoadOutcome:
-        """Load what ``spec`` names into the engine's blocks.
+    async def load(self, spec: LoadSpec, mark: Any = None) -> LoadOutcome:
+        """Load what ``spec`` names into the engine's blocks, not before ``mark``.
 
         The store's failures are in the outcome and never raised.
 
@@ -144,7 +145,7 @@ class LoadPipeline:
             max_bytes=self._window_bytes,
             max_objects=1024,
         )
-        run = _Run(spec, windows)
+        run = _Run(spec, windows, mark)
         self._observer.on(
             LoadStarted(
                 request_id=spec.request_id,
@@ -263,7 +264,9 @@ class LoadPipeline:
             good = (n for n in range(len(window)) if window.first + n not in bad)
             rows = np.fromiter(good, dtype=np.intp)
         staged = fetch.buffer.rows(len(window), window.object_bytes)
-        call = self._copies.submit(lambda: self._device.scatter(window, staged, rows))
+        call = self._copies.submit(
+            lambda: self._device.scatter(window, staged, rows, run.mark)
+        )
         try:
             try:
                 await call.wait()

@@ -230,6 +230,8 @@ class LookupPipeline:
                 question.error = _StoreFailedError(f"{type(error).__name__}: {error}")
                 question.answered.set()
             return
+        if len(outcomes) != len(keys):
+            outcomes = [Failure("the store answered for other keys")] * len(keys)
         position = 0
         for question in batch:
             end = position + len(question.keys)

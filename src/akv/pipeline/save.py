@@ -203,6 +203,9 @@ class SavePipeline:
     async def _missing(self, run: _Run, window: Window) -> Window | None:
         keys = make_keys(run.spec.space, window.group, 0, window.hashes)
         outcomes = await self._puts.run(lambda: self._store.exists(keys))
+        if len(outcomes) != len(keys):
+            run.reason = "the store answered for other keys"
+            return None
         rows: list[int] = []
         for row, outcome in enumerate(outcomes):
             if outcome is Status.HIT:

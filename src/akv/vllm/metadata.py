@@ -63,8 +63,9 @@ class AkvWorkerMetadata(KVConnectorWorkerMetadata):
 class AkvHandshake(KVConnectorHandshakeMetadata):
     """What only a worker knows of its KV memory, and the scheduler must.
 
-    ``facts`` become part of the fingerprint.
+    ``facts`` become part of the fingerprint; ``pid`` is the worker's process.
     """
 
     object_bytes: int
+    pid: int = 0
     facts: dict[str, Any] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from akv.core.align import Promise, promise
-from akv.core.errors import AkvError
+from akv.core.errors import AkvError, ConfigError
 from akv.core.events import LoadDeclined, LoadPromised, Observer, SaveDropped
 from akv.core.geometry import Geometry, Group, Region
 from akv.core.keys import EPOCH_BYTES, KeySpace
@@ -136,6 +136,15 @@ class SchedulerSide:
         geometry = object_geometry(self._kv_cache_config, self._block)
         facts: dict[str, Any] = {}
         if handshake is not None:
+            if self._config.store.startswith("memory:") and (
+                handshake.pid != os.getpid()
+            ):
+                raise ConfigError(
+                    "store",
+                    self._config.store,
+                    "lives in one process, but this engine's worker is another one, "
+                    "so nothing would ever be found: use local:",
+                )
             facts = handshake.facts
             geometry = _resized(geometry, handshake.object_bytes)
         else:

@@ -9,6 +9,7 @@ reported exactly once, whatever comes out of the portal.
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -16,8 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from akv.core.errors import LayoutError
-from akv.device.host import HostDevice
-from akv.device.layout import build_geometry
+from akv.device.layout import build_geometry, open_device
 from akv.portal import (
     CancelLoad,
     Command,
@@ -96,7 +96,7 @@ class WorkerSide:
             block_size=spec.block_size,
             hash_unit=spec.block_size,
         )
-        self._device = HostDevice(geometry, memory)
+        self._device = open_device(geometry, memory)
         self._portal = Portal.start(
             self._config,
             geometry,
@@ -106,6 +106,7 @@ class WorkerSide:
         )
         self._handshake = AkvHandshake(
             object_bytes=geometry.slot_bytes,
+            pid=os.getpid(),
             facts=worker_facts(self._vllm_config, layers),
         )
 
@@ -119,7 +120,9 @@ class WorkerSide:
         vLLM calls this after the forward was launched for loads that are
         asynchronous, and akv's all are.
         """
-        commands: list[Command] = [PostLoad(spec) for spec in metadata.loads]
+        assert self._device is not None
+        mark = self._device.mark() if metadata.loads else None
+        commands: list[Command] = [PostLoad(spec, mark) for spec in metadata.loads]
         commands += [CancelLoad(load_id) for load_id in metadata.cancelled_loads]
         if commands:
             self._open |= {spec.load_id: spec for spec in metadata.loads}
