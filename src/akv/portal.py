@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import anyio
 import anyio.abc
 
-from akv.core.errors import SessionClosedError, WrongThreadError
+from akv.core.errors import AkvError, SessionClosedError, WrongThreadError
 from akv.pipeline.native import LoopHandle
 from akv.session import CLOSE_GRACE, Session, open_session
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from akv.config import Config
     from akv.core.events import Observer
     from akv.core.geometry import Geometry
+    from akv.core.keys import KeySpace
     from akv.core.spec import LoadSpec, LookupSpec, SaveSpec
     from akv.device.base import Device
     from akv.store.base import BlockStore
@@ -46,8 +47,10 @@ __all__ = (
     "Command",
     "Ended",
     "Forget",
+    "KeySpaceSoon",
     "LoadEnded",
     "Portal",
+    "PostKeySpace",
     "PostLoad",
     "PostLookup",
     "PostSave",
@@ -110,6 +113,28 @@ class Forget:
     hashes: tuple[bytes, ...]
 
 
+class KeySpaceSoon:
+    """The key space of a deployment, once the store has told its generation.
+
+    Written once, by the loop; ``known`` can be waited for from other threads.
+    """
+
+    __slots__ = ("known", "space")
+
+    def __init__(self) -> None:
+        self.space: KeySpace | None = None
+        self.known = threading.Event()
+
+
+@dataclass(frozen=True, slots=True)
+class PostKeySpace:
+    """Ask for a key space, for as long as it takes the store to be there."""
+
+    namespace: str
+    fingerprint: bytes
+    answer: KeySpaceSoon
+
+
 @dataclass(frozen=True, slots=True)
 class _Run:
     """A function that a blocking caller waits for."""
@@ -118,7 +143,9 @@ class _Run:
     refused: Callable[[], None]
 
 
-Command: TypeAlias = PostLookup | PostLoad | CancelLoad | PostSave | Forget | _Run
+Command: TypeAlias = (
+    PostLookup | PostLoad | CancelLoad | PostSave | Forget | PostKeySpace | _Run
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +240,11 @@ class Portal:
     def store_url(self) -> str:
         """The address of the session's store."""
         return self._session.store_url if self._session is not None else ""
+
+    @property
+    def store_works(self) -> bool:
+        """Whether the session's store is not being left alone."""
+        return self._session is not None and self._session.store_works
 
     @property
     def alive(self) -> bool:
@@ -336,8 +368,26 @@ class Portal:
                     tasks.start_soon(self._save, session, spec, mark)
                 case Forget(space, hashes):
                     session.forget(space, 0, hashes)
+                case PostKeySpace(namespace, fingerprint, soon):
+                    tasks.start_soon(
+                        self._key_space, session, namespace, fingerprint, soon
+                    )
                 case _Run(function, _):
                     tasks.start_soon(function)
+
+    async def _key_space(
+        self,
+        session: Session,
+        namespace: str,
+        fingerprint: bytes,
+        soon: KeySpaceSoon,
+    ) -> None:
+        while soon.space is None:
+            try:
+                soon.space = await session.key_space(namespace, fingerprint)
+            except AkvError:
+                await anyio.sleep(1.0)
+        soon.known.set()
 
     async def _lookup(self, session: Session, spec: LookupSpec, answer: Answer) -> None:
         found = 0

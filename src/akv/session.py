@@ -12,10 +12,11 @@ import secrets
 import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import anyio
-import anyio.abc
+import anyio.to_thread
 
 from akv.core.errors import (
     ConfigError,
@@ -31,14 +32,16 @@ from akv.core.events import (
     StoreOpened,
     StoreUnavailable,
 )
-from akv.core.keys import EPOCH_BYTES, KeySpace, make_keys
+from akv.core.keys import EPOCH_BYTES, BlockKey, Fingerprint, KeySpace, make_keys
+from akv.pipeline.breaker import Breaker
 from akv.pipeline.budget import BufferPool, BufferPoolStatistics
 from akv.pipeline.load import LoadOutcome, LoadPipeline
 from akv.pipeline.lookup import LookupPipeline
 from akv.pipeline.native import NativePool, PoolStatistics
 from akv.pipeline.save import SaveOutcome, SavePipeline
 from akv.store import default_url, open_store
-from akv.store.absent import AbsentStore
+from akv.store.base import RegistersMemory
+from akv.store.late import LateStore
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -55,7 +58,17 @@ CLOSE_GRACE = 5.0
 """Seconds that closing waits for calls that are under way."""
 
 _WINDOW_BYTES = 8 << 20
-_THREADS = {"lookup": 2, "get": 2, "put": 2, "load-copy": 2, "save-copy": 1}
+_THREADS = {
+    "lookup": 2,
+    "probe": 1,
+    "get": 2,
+    "put": 2,
+    "save-copy": 1,
+    "load-copy": 2,
+}
+"""Closed from the last to the first."""
+
+_PROBE_KEY = BlockKey(b"akv probe")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +82,24 @@ class SessionStatistics:
     pools: dict[str, PoolStatistics]
     load_staging: BufferPoolStatistics | None
     save_staging: BufferPoolStatistics | None
+    store_works: bool
+    """False while the store is left alone because its calls failed."""
     store: StoreStatistics | None
     """None while the store cannot be asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Movers:
+    """What a session needs to move blocks; one without memory has none."""
+
+    loads: LoadPipeline
+    saves: SavePipeline
+    load_staging: BufferPool
+    save_staging: BufferPool
+
+    @property
+    def staging(self) -> tuple[BufferPool, BufferPool]:
+        return self.load_staging, self.save_staging
 
 
 class Session:
@@ -84,24 +113,25 @@ class Session:
         *,
         store: BlockStore,
         pools: dict[str, NativePool],
+        breaker: Breaker,
         lookups: LookupPipeline,
-        loads: LoadPipeline | None,
-        saves: SavePipeline | None,
-        load_staging: BufferPool | None,
-        save_staging: BufferPool | None,
+        movers: _Movers | None,
         observer: Observer,
     ) -> None:
         self._store = store
         self._pools = pools
+        self._breaker = breaker
         self._lookups = lookups
-        self._loads = loads
-        self._saves = saves
-        self._load_staging = load_staging
-        self._save_staging = save_staging
+        self._movers = movers
         self._observer = observer
         self._closing = False
         self._open = {"lookup": 0, "load": 0, "save": 0}
         self._idle = anyio.Event()
+
+    @property
+    def store_works(self) -> bool:
+        """False while the store is left alone because its calls failed."""
+        return self._breaker.closed
 
     @property
     def store_url(self) -> str:
@@ -123,13 +153,15 @@ class Session:
         When it ends, however it ends, no copy touches those blocks any more.
         Keys that could not be read are misses for the next seconds.
 
+        Cancellation: no further window begins, and a copy into the blocks
+        that has begun is waited for; what the blocks hold then means nothing.
+
         :raises PlanError: ``spec`` does not fit the geometry
-        Cancellation: see :meth:`akv.pipeline.load.LoadPipeline.load`.
         """
-        if self._loads is None:
+        if self._movers is None:
             self._no_memory()
         with self._counted("load"):
-            outcome = await self._loads.load(spec, mark)
+            outcome = await self._movers.loads.load(spec, mark)
         self.forget(spec.space, 0, outcome.failed_hashes)
         return outcome
 
@@ -143,15 +175,21 @@ class Session:
         """Save computed blocks; best effort, the outcome says what was dropped.
 
         ``on_copied`` is called once, on the loop, when the blocks may be
-        written again. Cancellation: see
-        :meth:`akv.pipeline.save.SavePipeline.save`.
+        written again; ``mark`` is a point in the engine's order of work (see
+        ``Device.mark``) that the copy waits for.
+
+        Cancellation: a copy out of the blocks that has begun is waited for,
+        a call into the store is left to itself.
+
+        :raises PlanError: ``spec`` does not fit the geometry; ``on_copied``
+            has been called
         """
-        if self._saves is None:
+        if self._movers is None:
             on_copied()
             self._no_memory()
         try:
             with self._counted("save"):
-                return await self._saves.save(spec, mark, on_copied)
+                return await self._movers.saves.save(spec, mark, on_copied)
         finally:
             if not self._open["save"]:
                 self._idle.set()
@@ -170,8 +208,15 @@ class Session:
         self._lookups.unreadable.add(make_keys(space, group, 0, hashes))
 
     async def key_space(self, namespace: str, fingerprint: bytes) -> KeySpace:
-        """The key space of a deployment, with the store's current generation."""
-        space = KeySpace(namespace=namespace, fingerprint=fingerprint)  # type: ignore[arg-type]
+        """The key space of a deployment, with the store's current generation.
+
+        Waits for a store that is not there, since nothing may be looked up or
+        saved in a generation that is not known. Cancellation: stops waiting.
+
+        :raises StoreError: the store is there and does not answer
+        """
+        await self._breaker.wait_closed()
+        space = KeySpace(namespace=namespace, fingerprint=Fingerprint(fingerprint))
         generation = await self._pools["lookup"].run(
             lambda: self._store.generation(space.scope)
         )
@@ -193,6 +238,11 @@ class Session:
 
     async def statistics(self) -> SessionStatistics:
         """Numbers as of now; asks the store from a thread."""
+        numbers: tuple[BufferPoolStatistics | None, BufferPoolStatistics | None]
+        numbers = (None, None)
+        if self._movers is not None:
+            load, save = self._movers.staging
+            numbers = (load.statistics(), save.statistics())
         store: StoreStatistics | None = None
         with anyio.move_on_after(1.0):
             store = await self._pools["lookup"].run(self._store.statistics)
@@ -202,8 +252,9 @@ class Session:
             lookups=self._open["lookup"],
             unreadable_keys=len(self._lookups.unreadable),
             pools={name: pool.statistics() for name, pool in self._pools.items()},
-            load_staging=_numbers(self._load_staging),
-            save_staging=_numbers(self._save_staging),
+            load_staging=numbers[0],
+            save_staging=numbers[1],
+            store_works=self._breaker.closed,
             store=store,
         )
 
@@ -258,78 +309,103 @@ async def open_session(
     touch the engine's memory are waited for, then everything is closed.
     """
     observer = observer or NullObserver()
-    pools = {name: NativePool(name, threads) for name, threads in _THREADS.items()}
     window_bytes = _window_bytes(config, geometry) if device is not None else 0
-    opened = store is None
-    started = time.monotonic()
-    if store is None:
-        try:
-            store = await _open(config, geometry, pools["lookup"], observer)
-        except BaseException:
-            await _close_all(pools)
-            raise
-    hung = 0
+    pools = {name: NativePool(name, threads) for name, threads in _THREADS.items()}
+    own = store is None
+    closing = time.monotonic()
     try:
+        if store is None:
+            store = await _open(config, geometry, device, pools["lookup"], observer)
+        breaker = Breaker(url=store.url, observer=observer)
+        if isinstance(store, LateStore):
+            breaker.trip("it could not be opened")
+        movers = None
+        if device is not None:
+            movers = _movers(
+                config, geometry, device, store, pools, breaker, window_bytes, observer
+            )
+            await pools["lookup"].run(partial(_register, store, movers))
         async with anyio.create_task_group() as tasks:
-            session = _build(
-                config, geometry, device, store, pools, tasks, window_bytes, observer
+            tasks.start_soon(
+                breaker.watch, partial(store.exists, [_PROBE_KEY]), pools["probe"]
             )
-            staging = sum(
-                pool.statistics().buffers * pool.statistics().buffer_bytes
-                for pool in (session._load_staging, session._save_staging)
-                if pool is not None
+            session = Session(
+                store=store,
+                pools=pools,
+                breaker=breaker,
+                lookups=LookupPipeline(
+                    store,
+                    pools["lookup"],
+                    tasks,
+                    breaker=breaker,
+                    deadline=config.lookup_deadline,
+                    observer=observer,
+                ),
+                movers=movers,
+                observer=observer,
             )
+            staging = 0 if movers is None else sum(p.bytes for p in movers.staging)
             observer.on(
                 SessionOpened(role=role, store=store.url, staging_bytes=staging)
             )
             try:
                 yield session
             finally:
-                started = time.monotonic()
+                closing = time.monotonic()
                 session._closing = True
                 tasks.cancel_scope.cancel()
     finally:
         with anyio.CancelScope(shield=True):
             hung = await _close_all(pools)
-            if opened and not hung:
+            if own and store is not None and not hung:
                 await anyio.to_thread.run_sync(store.close)
             observer.on(
                 SessionClosed(
-                    role=role, seconds=time.monotonic() - started, hung_calls=hung
+                    role=role, seconds=time.monotonic() - closing, hung_calls=hung
                 )
             )
 
 
-def _numbers(pool: BufferPool | None) -> BufferPoolStatistics | None:
-    return None if pool is None else pool.statistics()
+def _register(store: BlockStore, movers: _Movers) -> None:
+    if isinstance(store, RegistersMemory):
+        for pool in movers.staging:
+            store.register(pool.memory)
 
 
 async def _close_all(pools: dict[str, NativePool]) -> int:
     hung = 0
-    for name in ("load-copy", "save-copy", "get", "put", "lookup"):
-        hung += await pools[name].close(0.1 if hung else CLOSE_GRACE)
+    for pool in reversed(pools.values()):
+        hung += await pool.close(0.1 if hung else CLOSE_GRACE)
     return hung
 
 
 async def _open(
-    config: Config, geometry: Geometry, pool: NativePool, observer: Observer
+    config: Config,
+    geometry: Geometry,
+    device: Device | None,
+    pool: NativePool,
+    observer: Observer,
 ) -> BlockStore:
     started = time.monotonic()
-    url = config.store
+    url = config.store or await pool.run(lambda: default_url(geometry.slot_bytes))
+    open_now = partial(
+        open_store,
+        url,
+        slot_bytes=geometry.slot_bytes,
+        lend_memory=device is not None,
+    )
 
-    def open_now() -> tuple[BlockStore, StoreStatistics]:
-        nonlocal url
-        url = url or default_url(geometry.slot_bytes)
-        store = open_store(url, slot_bytes=geometry.slot_bytes)
+    def opened() -> tuple[BlockStore, StoreStatistics]:
+        store = open_now()
         return store, store.statistics()
 
     try:
-        store, numbers = await pool.run(open_now)
+        store, numbers = await pool.run(opened)
     except StoreUnavailableError as error:
         observer.on(StoreUnavailable(url=url, reason=str(error)))
         if config.on_store_unavailable == "stop":
             raise
-        return AbsentStore(url)
+        return LateStore(url, open_now)
     observer.on(
         StoreOpened(
             url=store.url,
@@ -355,34 +431,16 @@ def _window_bytes(config: Config, geometry: Geometry) -> int:
     return max(geometry.slot_bytes, min(_WINDOW_BYTES, least // 4))
 
 
-def _build(
+def _movers(
     config: Config,
     geometry: Geometry,
-    device: Device | None,
+    device: Device,
     store: BlockStore,
     pools: dict[str, NativePool],
-    tasks: anyio.abc.TaskGroup,
+    breaker: Breaker,
     window_bytes: int,
     observer: Observer,
-) -> Session:
-    lookups = LookupPipeline(
-        store,
-        pools["lookup"],
-        tasks,
-        deadline=config.lookup_deadline,
-        observer=observer,
-    )
-    if device is None:
-        return Session(
-            store=store,
-            pools=pools,
-            lookups=lookups,
-            loads=None,
-            saves=None,
-            load_staging=None,
-            save_staging=None,
-            observer=observer,
-        )
+) -> _Movers:
     load_staging, save_staging = (
         BufferPool(
             device.allocate(most // window_bytes * window_bytes),
@@ -391,10 +449,7 @@ def _build(
         )
         for most in (config.max_load_bytes, config.max_save_bytes)
     )
-    return Session(
-        store=store,
-        pools=pools,
-        lookups=lookups,
+    return _Movers(
         loads=LoadPipeline(
             store,
             device,
@@ -402,6 +457,7 @@ def _build(
             load_staging,
             gets=pools["get"],
             copies=pools["load-copy"],
+            breaker=breaker,
             deadline=config.load_deadline,
             window_bytes=window_bytes,
             observer=observer,
@@ -413,11 +469,11 @@ def _build(
             save_staging,
             puts=pools["put"],
             copies=pools["save-copy"],
+            breaker=breaker,
             deadline=config.save_deadline,
             window_bytes=window_bytes,
             observer=observer,
         ),
         load_staging=load_staging,
         save_staging=save_staging,
-        observer=observer,
     )

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 import torch
 
 from akv.core.geometry import Geometry, Group, Region
 from akv.core.plan import Window
-from akv.device.base import Device
 from akv.device.cuda import CudaDevice
 from akv.device.host import HostDevice
+
+if TYPE_CHECKING:
+    from akv.device.base import Device
 
 BLOCKS = 8
 SIZES = (24, 7, 64)

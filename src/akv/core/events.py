@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, fields
 from typing import ClassVar, Protocol
 
 __all__ = (
+    "BreakerClosed",
+    "BreakerOpened",
     "CacheReset",
     "Event",
     "LoadCancelled",
@@ -26,6 +28,7 @@ __all__ = (
     "LookupAnswered",
     "LookupExpired",
     "LookupFailed",
+    "LookupSkipped",
     "LookupStarted",
     "MemoryQuarantined",
     "MemoryReleased",
@@ -97,6 +100,24 @@ class StoreUnavailable(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BreakerOpened(Event):
+    """The store is left alone: lookups find nothing, saves are dropped."""
+
+    name: ClassVar[str] = "akv.breaker.opened"
+    url: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BreakerClosed(Event):
+    """The store is back, after ``seconds``."""
+
+    name: ClassVar[str] = "akv.breaker.closed"
+    url: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOpened(Event):
     """A session takes work. ``staging_bytes`` is 0 where it moves no blocks."""
 
@@ -156,6 +177,15 @@ class LookupFailed(Event):
     found: int
     reason: str
     seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookupSkipped(Event):
+    """The store was not asked, and why."""
+
+    name: ClassVar[str] = "akv.lookup.skipped"
+    request_id: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,6 +62,7 @@ class BufferPool:
         buffer_bytes: int,
         observer: Observer,
     ) -> None:
+        self._memory = memory
         self._buffer_bytes = buffer_bytes
         self._count = memory.nbytes // buffer_bytes
         self._free = [
@@ -71,6 +72,16 @@ class BufferPool:
         self._waiters: deque[tuple[anyio.Event, list[StagingBuffer]]] = deque()
         self._quarantined = 0
         self._observer = observer
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all buffers together."""
+        return self._memory.nbytes
+
+    @property
+    def memory(self) -> memoryview:
+        """All buffers as one piece, for a store that wants to know it."""
+        return self._memory.data
 
     def statistics(self) -> BufferPoolStatistics:
         """Numbers as of now."""

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from akv.core.geometry import Geometry
     from akv.core.spec import LoadSpec
     from akv.device.base import Device
+    from akv.pipeline.breaker import Breaker
     from akv.pipeline.budget import BufferPool, StagingBuffer
     from akv.pipeline.native import Call, NativePool
 
@@ -99,6 +100,7 @@ class _Run:
         )
         self.unread: set[int] = set()
         self.reason = ""
+        self.hung = False
 
 
 class LoadPipeline:
@@ -113,6 +115,7 @@ class LoadPipeline:
         *,
         gets: NativePool,
         copies: NativePool,
+        breaker: Breaker,
         deadline: float,
         window_bytes: int,
         observer: Observer,
@@ -123,6 +126,7 @@ class LoadPipeline:
         self._staging = staging
         self._gets = gets
         self._copies = copies
+        self._breaker = breaker
         self._deadline = deadline
         self._window_bytes = window_bytes
         self._observer = observer
@@ -167,12 +171,18 @@ class LoadPipeline:
             )
             raise
         if scope.cancelled_caught and not is_final(run.state):
+            if run.hung:
+                self._breaker.failure("a get did not come back in time")
             run.reason = f"not landed within {self._deadline:g} s (load_deadline)"
             run.state = step(run.state, Expire(run.reason))
         return self._outcome(run)
 
     async def _transfer(self, run: _Run) -> None:
         if is_final(run.state):
+            return
+        if not self._breaker.closed:
+            run.reason = "the store does not work and is left alone"
+            run.state = step(run.state, Expire(run.reason))
             return
         run.state = step(run.state, Admit())
         run.state = step(run.state, Admit())
@@ -188,12 +198,12 @@ class LoadPipeline:
                     if isinstance(run.state, Placing):
                         await self._place(run, number, fetch, bad)
                 finally:
-                    self._let_go(fetch)
+                    self._let_go(run, fetch)
                 if is_final(run.state):
                     return
         finally:
             if ahead is not None:
-                self._let_go(ahead)
+                self._let_go(run, ahead)
 
     async def _begin(self, run: _Run, window: Window) -> _Fetch:
         asked = time.monotonic()
@@ -229,6 +239,10 @@ class LoadPipeline:
                 outcomes = [Failure("the store answered for other keys")] * len(window)
         except Exception as error:  # noqa: BLE001
             outcomes = [Failure(_sentence(error))] * len(window)
+        if all(isinstance(outcome, Failure) for outcome in outcomes):
+            self._breaker.failure(str(outcomes[0]))
+        else:
+            self._breaker.success()
         bad = frozenset(
             place
             for place, outcome in zip(places, outcomes, strict=True)
@@ -293,8 +307,8 @@ class LoadPipeline:
             )
         )
 
-    def _let_go(self, fetch: _Fetch) -> None:
-        self._gets.withdraw(fetch.call)
+    def _let_go(self, run: _Run, fetch: _Fetch) -> None:
+        run.hung |= not self._gets.withdraw(fetch.call)
         self._staging.release_after(fetch.buffer, fetch.call)
 
     def _keys(self, spec: LoadSpec, window: Window) -> tuple[BlockKey, ...]:

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 import anyio
 import anyio.abc
 
-from akv.core.errors import AkvError
+from akv.core.errors import AkvError, DeadlineError
 from akv.core.events import (
     LookupAnswered,
     LookupExpired,
     LookupFailed,
+    LookupSkipped,
     LookupStarted,
     Observer,
 )
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from akv.core.spec import LookupSpec
+    from akv.pipeline.breaker import Breaker
     from akv.pipeline.native import NativePool
 
 __all__ = ("LookupPipeline", "Unreadable")
@@ -101,9 +103,11 @@ class LookupPipeline:
         pool: NativePool,
         tasks: anyio.abc.TaskGroup,
         *,
+        breaker: Breaker,
         deadline: float,
         observer: Observer,
     ) -> None:
+        self._breaker = breaker
         self._store = store
         self._pool = pool
         self._tasks = tasks
@@ -125,6 +129,14 @@ class LookupPipeline:
         started = time.monotonic()
         last = min(len(spec.hashes), spec.askable_blocks)
         if last <= spec.first_block:
+            return 0
+        if not self._breaker.closed:
+            self._observer.on(
+                LookupSkipped(
+                    request_id=spec.request_id,
+                    reason="the store does not work and is left alone",
+                )
+            )
             return 0
         self._observer.on(
             LookupStarted(
@@ -149,7 +161,7 @@ class LookupPipeline:
                         raise _StoreFailedError(failure)
                     if leading < len(window):
                         break
-        except TimeoutError:
+        except (TimeoutError, DeadlineError):
             self._observer.on(
                 LookupExpired(
                     request_id=spec.request_id, found=found, deadline=self._deadline
@@ -216,20 +228,26 @@ class LookupPipeline:
 
     async def _answer(self, batch: list[_Question]) -> None:
         keys = [key for question in batch for key in question.keys]
+        outcomes: list[Outcome] = []
+        failure: AkvError | None = None
         try:
-            outcomes = await self._pool.run(
-                lambda: self._store.exists(keys, promise=True)
-            )
+            with anyio.fail_after(self._deadline):
+                outcomes = await self._pool.run(
+                    lambda: self._store.exists(keys, promise=True)
+                )
+        except TimeoutError:
+            failure = DeadlineError(f"no answer within {self._deadline:g} s")
         except AkvError as error:
-            for question in batch:
-                question.error = error
-                question.answered.set()
-            return
+            failure = error
         except Exception as error:  # noqa: BLE001
+            failure = _StoreFailedError(f"{type(error).__name__}: {error}")
+        if failure is not None:
+            self._breaker.failure(str(failure))
             for question in batch:
-                question.error = _StoreFailedError(f"{type(error).__name__}: {error}")
+                question.error = failure
                 question.answered.set()
             return
+        self._breaker.success()
         if len(outcomes) != len(keys):
             outcomes = [Failure("the store answered for other keys")] * len(keys)
         position = 0

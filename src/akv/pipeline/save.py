@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from akv.core.geometry import Geometry
     from akv.core.spec import SaveSpec
     from akv.device.base import Device
+    from akv.pipeline.breaker import Breaker
     from akv.pipeline.budget import BufferPool, StagingBuffer
     from akv.pipeline.native import Call, NativePool
 
@@ -66,6 +67,7 @@ class _Run:
         self.existed = 0
         self.bytes = 0
         self.reason = ""
+        self.hung = False
         self._on_copied: Callable[[], None] | None = on_copied
 
     def copied(self) -> bool:
@@ -89,6 +91,7 @@ class SavePipeline:
         *,
         puts: NativePool,
         copies: NativePool,
+        breaker: Breaker,
         deadline: float,
         window_bytes: int,
         observer: Observer,
@@ -99,6 +102,7 @@ class SavePipeline:
         self._staging = staging
         self._puts = puts
         self._copies = copies
+        self._breaker = breaker
         self._deadline = deadline
         self._window_bytes = window_bytes
         self._observer = observer
@@ -141,6 +145,8 @@ class SavePipeline:
             with anyio.move_on_after(self._deadline) as scope:
                 await self._transfer(run, windows, mark, previous)
             if scope.cancelled_caught and not run.reason:
+                if run.hung:
+                    self._breaker.failure("a put did not come back in time")
                 run.reason = f"not stored within {self._deadline:g} s (save_deadline)"
         finally:
             self._copied(run)
@@ -163,6 +169,9 @@ class SavePipeline:
             for window in windows:
                 if run.spec.chain in self._broken:
                     run.reason = "a block before it was dropped"
+                    return
+                if not self._breaker.closed:
+                    run.reason = "the store does not work and is left alone"
                     return
                 missing = await self._missing(run, window)
                 if run.reason:
@@ -194,11 +203,16 @@ class SavePipeline:
                 await self._finished(run, done)
         except AkvError as error:
             run.reason = str(error)
+            self._breaker.failure(run.reason)
         except Exception as error:  # noqa: BLE001
             run.reason = f"{type(error).__name__}: {error}"
+            self._breaker.failure(run.reason)
+        else:
+            self._breaker.success()
         finally:
             if put is not None:
                 self._let_go(put)
+                run.hung = not put.call.ended
 
     async def _missing(self, run: _Run, window: Window) -> Window | None:
         keys = make_keys(run.spec.space, window.group, 0, window.hashes)
@@ -247,6 +261,7 @@ class SavePipeline:
             outcomes = await put.call.wait()
         finally:
             self._let_go(put)
+            run.hung = not put.call.ended
         hole = False
         behind: list[BlockKey] = []
         for key, outcome in zip(put.keys, outcomes, strict=True):

@@ -38,12 +38,16 @@ __all__ = (
 _KNOWN = "local:/PATH?capacity=SIZE and memory:NAME"
 
 
-def open_store(url: str, *, slot_bytes: int, lease: float = 5.0) -> BlockStore:
+def open_store(
+    url: str, *, slot_bytes: int, lease: float = 5.0, lend_memory: bool = True
+) -> BlockStore:
     """Open the store that ``url`` names.
 
     :param slot_bytes: the longest object that will be stored
     :param lease: seconds for which a promised key is protected from eviction
+    :param lend_memory: whether this process adds memory to a pool of many
     """
+    del lend_memory  # The embedded stores have no pool.
     parts = urlsplit(url)
     match parts.scheme:
         case "local":

@@ -24,6 +24,7 @@ __all__ = (
     "Buffer",
     "Failure",
     "Outcome",
+    "RegistersMemory",
     "Status",
     "StoreStatistics",
 )
@@ -153,4 +154,25 @@ class BlockStore(Protocol):
 
     def close(self) -> None:
         """Let go of everything. Twice is no error; other calls then raise."""
+        ...
+
+
+@runtime_checkable
+class RegistersMemory(Protocol):
+    """A store that moves bytes faster from and to memory that it knows.
+
+    An ability of some stores; others do not have these methods.
+    """
+
+    def register(self, memory: Buffer) -> None:
+        """Make ``memory`` known, until ``unregister`` or ``close``.
+
+        The caller owns it and keeps it that long.
+
+        :raises StoreUnavailableError: it cannot be registered, and why
+        """
+        ...
+
+    def unregister(self, memory: Buffer) -> None:
+        """Forget ``memory``; no call that uses it may be under way."""
         ...

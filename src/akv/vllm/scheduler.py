@@ -22,7 +22,15 @@ from akv.core.events import LoadDeclined, LoadPromised, Observer, SaveDropped
 from akv.core.geometry import Geometry, Group, Region
 from akv.core.keys import EPOCH_BYTES, KeySpace
 from akv.core.spec import LoadSpec, LookupSpec, SaveSpec, Span
-from akv.portal import Answer, Command, Forget, Portal, PostLookup
+from akv.portal import (
+    Answer,
+    Command,
+    Forget,
+    KeySpaceSoon,
+    Portal,
+    PostKeySpace,
+    PostLookup,
+)
 from akv.vllm.facts import engine_fingerprint, object_geometry
 from akv.vllm.metadata import AkvHandshake, AkvMetadata, AkvWorkerMetadata
 
@@ -46,6 +54,7 @@ log = logging.getLogger("vllm.akv")
 
 _MOST_KNOWN = 1 << 17
 _MOST_ASKED = 3
+_START_SECONDS = 10.0
 
 
 @dataclass(slots=True)
@@ -65,6 +74,7 @@ class _Tracked:
     given_up: bool = False
     declined: bool = False
     stored: range = range(0)
+    forgot: Answer | None = None
     saved: int = 0
     save: bool = True
 
@@ -112,6 +122,7 @@ class SchedulerSide:
         self._ids = itertools.count(1)
         self._portal: Portal | None = None
         self._space: KeySpace | None = None
+        self._space_soon = KeySpaceSoon()
         self._prefix = b""
         self._pool: BlockPool | None = None
         self._most_pinned = 0
@@ -155,20 +166,14 @@ class SchedulerSide:
         fingerprint = engine_fingerprint(
             self._vllm_config, self._kv_cache_config, facts
         )
-        portal = Portal.start(
+        portal = self._portal = Portal.start(
             self._config, geometry, role="scheduler", observer=self._observer
         )
-        try:
-            self._use(
-                portal.call(
-                    lambda s: s.key_space(self._config.namespace, fingerprint),
-                    timeout=10,
-                )
-            )
-        except BaseException:
-            portal.close()
-            raise
-        self._portal = portal
+        portal.post(
+            [PostKeySpace(self._config.namespace, fingerprint, self._space_soon)]
+        )
+        if portal.store_works:
+            self._space_soon.known.wait(_START_SECONDS)
         log.info(
             "akv: keeps KV blocks in %s, namespace %r (kv_connector_extra_config: "
             '"store", "namespace")',
@@ -193,6 +198,8 @@ class SchedulerSide:
         """Have the store asked, at the end of the step that comes next."""
         if self._portal is None:
             self.open(None)
+        if self._space is None and self._space_soon.space is not None:
+            self._use(self._space_soon.space)
         tracked = _Tracked(request, chain=next(self._ids))
         self._requests[request.request_id] = tracked
         if self._loads_wanted and not request.skip_reading_prefix_cache:
@@ -216,16 +223,18 @@ class SchedulerSide:
             if self._loads_wanted:
                 tracked.asked = 0
                 self._ask(tracked, num_computed_tokens // self._block)
-        answer = tracked.answer
-        if tracked.loaded or tracked.given_up or answer is None:
+        if tracked.loaded or tracked.given_up:
             return 0, False
         local_blocks = num_computed_tokens // self._block
         if local_blocks < tracked.first_block and tracked.asked < _MOST_ASKED:
-            # The engine has less than it seemed to have when the request came.
-            self._ask(tracked, local_blocks)
-            answer = tracked.answer
-            if answer is None:
-                return 0, False
+            # The engine has less than it seemed to have when the request came,
+            # or loses it bit by bit while the request waits: the last question
+            # is about all of it.
+            last = tracked.asked == _MOST_ASKED - 1
+            self._ask(tracked, 0 if last else local_blocks)
+        answer = tracked.answer
+        if answer is None:
+            return 0, False
         found = answer.found
         if found is None:
             if time.monotonic() < tracked.give_up:
@@ -233,6 +242,7 @@ class SchedulerSide:
             answer.cancelled = True
             found = 0
         tracked.stored = range(tracked.first_block, tracked.first_block + found)
+        self._forget_lost(tracked)
         hit = 0
         if local_blocks >= tracked.first_block:
             hit_blocks = tracked.first_block + found
@@ -413,10 +423,10 @@ class SchedulerSide:
             tracked.answer.cancelled = True
         askable = (request.num_tokens - 1) // self._block
         hashes = request.block_hashes
-        if min(askable, len(hashes)) <= first_block:
+        tracked.first_block = first_block
+        if self._space is None or min(askable, len(hashes)) <= first_block:
             tracked.answer = None
             return
-        tracked.first_block = first_block
         tracked.asked += 1
         tracked.give_up = time.monotonic() + 2 * self._config.lookup_deadline
         tracked.answer = Answer()
@@ -428,6 +438,14 @@ class SchedulerSide:
             first_block=first_block,
         )
         self._next.commands.append(PostLookup(spec, tracked.answer))
+
+    def _forget_lost(self, tracked: _Tracked) -> None:
+        """A block that was stored once and was not found has to be saved again."""
+        if tracked.forgot is tracked.answer:
+            return
+        tracked.forgot = tracked.answer
+        for block_hash in tracked.request.block_hashes[tracked.stored.stop :]:
+            self._known.pop(block_hash, None)
 
     def _local_blocks(self, request: Request) -> int:
         """About how many leading blocks the engine has itself.
@@ -487,7 +505,7 @@ class SchedulerSide:
             tokens = min(tokens, request.num_prompt_tokens)
         last = min(tokens // self._block, len(request.block_hashes))
         first = tracked.saved
-        if last <= first:
+        if last <= first or self._space is None:
             return None
         tracked.saved = last
         state = output.kv_connector_block_state
