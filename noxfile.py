@@ -401,11 +401,12 @@ def bench(session: nox.Session) -> None:
 @nox.session(venv_backend="none", default=False)
 @timed
 def docs(session: nox.Session) -> None:
-    """Build the documentation; each warning is an error."""
+    """Build the documentation and run its examples; each warning is an error."""
     shared_environment(session, "docs")
-    out = str(ROOT / "docs" / "_build" / "html")
-    options = session.posargs or ["-n", "-W", "--keep-going", "-b", "html"]
-    shared_run(session, "-m", "sphinx", *options, str(ROOT / "docs"), out)
+    for builder in ("html", "doctest"):
+        out = str(ROOT / "docs" / "_build" / builder)
+        options = ["-n", "-W", "--keep-going", "-b", builder, *session.posargs]
+        shared_run(session, "-m", "sphinx", *options, str(ROOT / "docs"), out)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,13 @@ def test_the_caller_has_the_last_word(tmp_path: Path) -> None:
     assert config.lookup_deadline == Config().lookup_deadline
 
 
+def test_a_config_made_by_hand_is_parsed_like_any_other() -> None:
+    """Sizes as text, and the same errors."""
+    assert Config(max_load_bytes="1MiB").max_load_bytes == 1 << 20  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="lookup_deadline='soon'"):
+        Config(lookup_deadline="soon")  # type: ignore[arg-type]
+
+
 def test_a_file_may_be_json(tmp_path: Path) -> None:
     """JSON is what this field uses."""
     file = tmp_path / "akv.json"

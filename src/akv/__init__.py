@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from akv.config import Config as Config
+from akv.core.align import usable_tokens as usable_tokens
 from akv.core.errors import AkvError as AkvError
 from akv.core.errors import ConfigError as ConfigError
 from akv.core.errors import DeadlineError as DeadlineError
@@ -60,4 +61,5 @@ __all__ = (
     "block_hashes",
     "fingerprint",
     "open_session",
+    "usable_tokens",
 )

@@ -62,6 +62,9 @@ class Config:
     log_events: str = "off"
 
     def __post_init__(self) -> None:
+        given = {item.name: getattr(self, item.name) for item in fields(self)}
+        for name, value in _parsed(given, "").items():
+            object.__setattr__(self, name, value)
         if not self.namespace:
             raise ConfigError(
                 "namespace", self.namespace, "give it at least one letter"

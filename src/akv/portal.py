@@ -27,7 +27,7 @@ import anyio
 import anyio.abc
 
 from akv.core.errors import AkvError, SessionClosedError, WrongThreadError
-from akv.pipeline.native import LoopHandle
+from akv.pipeline.native import Bell
 from akv.session import CLOSE_GRACE, Session, open_session
 
 if TYPE_CHECKING:
@@ -186,8 +186,7 @@ class Portal:
         self._inbox: deque[Command] = deque()
         self._outbox: deque[Ended] = deque()
         self._woken = False
-        self._loop: LoopHandle | None = None
-        self._wake = threading.Event()
+        self._bell = Bell()
         self._scopes: dict[int, anyio.CancelScope] = {}
         self._loads: dict[int, LoadSpec] = {}
         self._saves: dict[int, SaveSpec] = {}
@@ -195,7 +194,6 @@ class Portal:
         self._opened: Future[None] = Future()
         self._failure: str | None = None
         self._stop = False
-        self._signal: anyio.Event | None = None
         self._thread: threading.Thread | None = None
 
     @classmethod
@@ -265,9 +263,7 @@ class Portal:
             self._refuse()
         elif self._inbox and not self._woken:
             self._woken = True
-            loop = self._loop
-            if loop is None or not loop.post(self._set_signal):
-                self._refuse()
+            self._bell.ring()
 
     def drain(self) -> list[Ended]:
         """What has ended since the last call. Never waits."""
@@ -324,28 +320,25 @@ class Portal:
         if self._pid != os.getpid():
             return True
         self._stop = True
-        if self._loop is not None:
-            self._loop.post(self._set_signal)
         if self._thread is None or self._thread is threading.current_thread():
+            self._bell.ring()
             return False
-        self._thread.join(grace)
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            self._bell.ring()
+            self._thread.join(grace)
+        if self._thread.is_alive():
+            return False
+        self._bell.close()
+        return True
 
     # On the loop.
 
-    def _set_signal(self) -> None:
-        if self._signal is not None:
-            self._signal.set()
-
     async def _serve(self, session: Session) -> None:
         self._session = session
-        self._loop = LoopHandle()
-        self._signal = anyio.Event()
         async with anyio.create_task_group() as tasks:
             self._opened.set_result(None)
             while not self._stop:
-                await self._signal.wait()
-                self._signal = anyio.Event()
+                await self._bell.wait()
                 self._woken = False
                 self._take(session, tasks)
             tasks.cancel_scope.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from contextlib import closing
@@ -13,9 +14,9 @@ import pytest
 from store.nursery import SLOT_BYTES, claim_and_leave_a_child, use_after_a_fork
 
 from akv.core.errors import ConfigError
-from akv.core.sizes import parse_size
 from akv.store import Failure, LocalStore, Status, default_url, open_store
 from akv.store.local import filesystem
+from akv.store.local.address import default_capacity
 from akv.store.local.slab import SlabState
 from akv.testing import empty_buffer, is_value_of, key_of, value_of
 
@@ -150,10 +151,21 @@ def test_the_room_is_really_taken(shared_memory: Path) -> None:
 
 
 def test_the_default_store_is_half_of_what_is_free_and_4_gib_at_most() -> None:
-    _, _, capacity = default_url(12345).partition("capacity=")
-    assert f"akv-{os.geteuid()}-12345?" in default_url(12345)
+    assert default_url(12345) == f"local:/dev/shm/akv-{os.geteuid()}-12345"
     free = filesystem.free_bytes(Path("/dev/shm"))
-    assert 0 < parse_size(capacity) <= min(4 << 30, free // 2)
+    assert 0 < default_capacity(Path("/dev/shm")) <= min(4 << 30, free // 2)
+
+
+def test_a_removed_directory_does_not_make_the_living_seem_dead(
+    shared_memory: Path,
+) -> None:
+    """Without the owners' files nobody can tell, so no claim is taken over."""
+    with closing(_open(shared_memory)) as store:
+        opened = store._opened
+        stranger = opened.owner.number + 1000
+        assert opened.is_dead(stranger)
+        shutil.rmtree(shared_memory / "owners")
+        assert not opened.is_dead(stranger)
 
 
 # A fork.

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from akv.core.events import (
+    BreakerClosed,
+    BreakerOpened,
     CacheReset,
     Event,
     LoadFailed,
@@ -33,6 +35,8 @@ __all__ = ("LogSink",)
 
 _LEVELS: dict[type[Event], int] = {
     StoreOpened: logging.INFO,
+    BreakerOpened: logging.WARNING,
+    BreakerClosed: logging.INFO,
     CacheReset: logging.INFO,
     StoreUnavailable: logging.WARNING,
     LoadFailed: logging.WARNING,

@@ -7,6 +7,7 @@ written where it does it.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -26,7 +27,7 @@ from akv.sinks.logs import LogSink
 from akv.vllm.facts import check_supported
 from akv.vllm.metadata import AkvHandshake, AkvMetadata
 from akv.vllm.scheduler import SchedulerSide
-from akv.vllm.stats import AkvStats, Counters
+from akv.vllm.stats import AkvPromMetrics, AkvStats, Counters
 from akv.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class AkvConnector(KVConnectorBase_V1, SupportsHMA):
         kv_cache_config: KVCacheConfig,
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        _show_log_lines()
         config = Config.load(vllm_config.kv_transfer_config.kv_connector_extra_config)
         check_supported(vllm_config, kv_cache_config)
         counters = Counters()
@@ -214,6 +216,30 @@ class AkvConnector(KVConnectorBase_V1, SupportsHMA):
         """vLLM's way to make the statistics of a connector from plain data."""
         return AkvStats(data=dict(data or {}))
 
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> AkvPromMetrics:
+        """See :class:`AkvPromMetrics`."""
+        return AkvPromMetrics(
+            vllm_config, metric_types, labelnames, per_engine_labelvalues
+        )
+
     def _step(self) -> AkvMetadata:
         metadata = self._get_connector_metadata()
         return metadata if isinstance(metadata, AkvMetadata) else AkvMetadata()
+
+
+def _show_log_lines() -> None:
+    """Let what akv says be seen where vLLM's own lines are.
+
+    vLLM sets up the logger "vllm" and no other. Where nobody has set up akv's
+    either, its lines go the same way.
+    """
+    logger = logging.getLogger("akv")
+    if not logger.hasHandlers():
+        logger.parent = logging.getLogger("vllm")

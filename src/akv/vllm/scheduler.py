@@ -514,11 +514,7 @@ class SchedulerSide:
             tracked.save = False
             return None
         hashes = request.block_hashes
-        wanted = [
-            number
-            for number in range(first, last)
-            if number not in tracked.stored and hashes[number] not in self._known
-        ]
+        wanted = self._unsaved(tracked, first, last)
         room = self._most_pinned - self._pinned
         if len(wanted) > room:
             self._observer.on(
@@ -533,10 +529,11 @@ class SchedulerSide:
         if not wanted or self._pool is None:
             return None
         spans = _spans(wanted, hashes, tables[0])
-        blocks = [self._pool.blocks[b] for span in spans for b in span.block_ids]
-        if any(block.is_null for block in blocks):
+        ids = list(itertools.chain.from_iterable(span.block_ids for span in spans))
+        if self._pool.null_block.block_id in ids:
             tracked.save = False
             return None
+        blocks = list(map(self._pool.blocks.__getitem__, ids))
         spec = SaveSpec(
             request_id=request.request_id,
             space=self._prefix,
@@ -547,9 +544,23 @@ class SchedulerSide:
         self._pool.touch(blocks)
         self._pinned += len(blocks)
         self._jobs[spec.job_id] = _Job(
-            tracked.chain, request.request_id, blocks, [hashes[n] for n in wanted]
+            tracked.chain,
+            request.request_id,
+            blocks,
+            list(itertools.chain.from_iterable(span.hashes for span in spans)),
         )
         return spec
+
+    def _unsaved(self, tracked: _Tracked, first: int, last: int) -> Sequence[int]:
+        """Which of these blocks nobody is known to have stored; mostly all."""
+        hashes, known = tracked.request.block_hashes, self._known
+        stored = range(max(first, tracked.stored.start), min(last, tracked.stored.stop))
+        if not stored:
+            if known.keys().isdisjoint(hashes[first:last]):
+                return range(first, last)
+            stored = range(first, first)
+        numbers = itertools.chain(range(first, stored.start), range(stored.stop, last))
+        return [number for number in numbers if hashes[number] not in known]
 
     def _unpin(self, job: _Job) -> None:
         assert self._pool is not None
@@ -564,8 +575,7 @@ class SchedulerSide:
             if tracked is not None and tracked.chain == job.chain:
                 tracked.save = False
             return
-        for block_hash in job.hashes:
-            self._known[block_hash] = None
+        self._known.update(dict.fromkeys(job.hashes))
         while len(self._known) > _MOST_KNOWN:
             self._known.popitem(last=False)
 
@@ -585,17 +595,20 @@ def _resized(geometry: Geometry, object_bytes: int) -> Geometry:
 def _spans(
     numbers: Sequence[int], hashes: Sequence[bytes], table: Sequence[int]
 ) -> tuple[Span, ...]:
-    """Runs of consecutive blocks of ``numbers``."""
-    spans: list[Span] = []
-    for _, run in itertools.groupby(
-        enumerate(numbers), key=lambda pair: pair[1] - pair[0]
-    ):
-        blocks = [number for _, number in run]
-        spans.append(
-            Span(
-                first_block=blocks[0],
-                hashes=tuple(hashes[number] for number in blocks),
-                block_ids=tuple(table[number] for number in blocks),
-            )
+    """Runs of consecutive blocks of ``numbers``, which ascend."""
+    if numbers[-1] - numbers[0] == len(numbers) - 1:
+        runs = [(numbers[0], numbers[-1] + 1)]
+    else:
+        pairs = itertools.groupby(
+            enumerate(numbers), key=lambda pair: pair[1] - pair[0]
         )
-    return tuple(spans)
+        each = [[number for _, number in run] for _, run in pairs]
+        runs = [(run[0], run[-1] + 1) for run in each]
+    return tuple(
+        Span(
+            first_block=first,
+            hashes=tuple(hashes[first:last]),
+            block_ids=tuple(table[first:last]),
+        )
+        for first, last in runs
+    )

@@ -10,7 +10,10 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 from akv.core.events import (
     Event,
@@ -25,7 +28,7 @@ from akv.core.events import (
     SaveStored,
 )
 
-__all__ = ("AkvStats", "Counters")
+__all__ = ("AkvPromMetrics", "AkvStats", "Counters")
 
 
 class AkvStats(KVConnectorStats):
@@ -60,6 +63,17 @@ class AkvStats(KVConnectorStats):
     def is_empty(self) -> bool:
         """Whether nothing happened."""
         return not any(self.data.values())
+
+
+class AkvPromMetrics(KVConnectorPromMetrics):
+    """akv's place among vLLM's Prometheus handlers; it takes everything.
+
+    Inside MultiConnector vLLM asserts, in the API server, that each child with
+    statistics has a handler.
+    """
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Take note of nothing, whatever the numbers are."""
 
 
 class Counters:

@@ -11,12 +11,15 @@ import difflib
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
-from akv.core.errors import AkvError, ConfigError
+from akv.core.errors import ConfigError
 from akv.core.sizes import format_size, parse_size
 from akv.store.local.filesystem import available_memory, free_bytes
-from akv.store.local.slab import SlabLayout, read_layout
+
+if TYPE_CHECKING:
+    from akv.store.local.slab import SlabLayout
 
 __all__ = ("LocalAddress", "default_capacity", "default_url")
 
@@ -91,12 +94,7 @@ def default_url(slot_bytes: int) -> str:
 
     In shared memory, one for each user and object size, so that models of
     different shapes do not meet in one store. One that exists is used as it
-    is; a new one gets the capacity that the URL says.
+    is; a new one gets half of what is free, 4 GiB at most.
     """
     path = SHARED_MEMORY / f"akv-{os.geteuid()}-{slot_bytes}"
-    try:
-        capacity = read_layout(path).capacity
-    except (OSError, AkvError):
-        # Not there or not usable: opening it will say which.
-        capacity = default_capacity(SHARED_MEMORY)
-    return f"local:{path}?capacity={capacity}"
+    return f"local:{path}"

@@ -55,7 +55,9 @@ class Opened:
         """Whether another owner has ended."""
         if number == self.owner.number:
             return False
-        return owners.is_dead(self.place.owners, number)
+        # Where somebody removed the directory, a missing file says nothing: the
+        # living cannot be told from the dead, so nobody is taken for dead.
+        return self.owner.visible and owners.is_dead(self.place.owners, number)
 
 
 class _Process:

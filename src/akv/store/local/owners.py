@@ -30,6 +30,11 @@ class Owner:
         self._path = path
         self._descriptor = descriptor
 
+    @property
+    def visible(self) -> bool:
+        """Whether the others can see this file: its directory is still there."""
+        return _is_at(self._descriptor, self._path)
+
     def close(self) -> None:
         """Die: the file goes first, so that nobody finds it unlocked."""
         self._path.unlink(missing_ok=True)
