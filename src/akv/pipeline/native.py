@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import anyio
 
-from akv.core.errors import SessionClosedError
+from akv.core.errors import AkvError, SessionClosedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -247,8 +247,12 @@ class NativePool:
             error: BaseException | None = None
             try:
                 result = function() if function is not None else None
-            except BaseException as caught:  # noqa: BLE001
+            except Exception as caught:  # noqa: BLE001
                 error = caught
+            except BaseException as caught:  # noqa: BLE001
+                # An exit in a pool's thread ends this call, never the loop.
+                error = AkvError(f"{type(caught).__name__}: {caught}")
+                error.__cause__ = caught
             with self._condition:
                 self._running.discard(call)
                 self._ended += 1

@@ -84,6 +84,7 @@ class _Job:
     """A save that holds pins, or waits to hear how it ended."""
 
     chain: int
+    space: bytes
     request_id: str
     blocks: list[KVCacheBlock]
     hashes: list[bytes]
@@ -123,6 +124,7 @@ class SchedulerSide:
         self._portal: Portal | None = None
         self._space: KeySpace | None = None
         self._space_soon = KeySpaceSoon()
+        self._reset_unseen = False
         self._prefix = b""
         self._pool: BlockPool | None = None
         self._most_pinned = 0
@@ -198,8 +200,7 @@ class SchedulerSide:
         """Have the store asked, at the end of the step that comes next."""
         if self._portal is None:
             self.open(None)
-        if self._space is None and self._space_soon.space is not None:
-            self._use(self._space_soon.space)
+        self._learn_space()
         tracked = _Tracked(request, chain=next(self._ids))
         self._requests[request.request_id] = tracked
         if self._loads_wanted and not request.skip_reading_prefix_cache:
@@ -373,8 +374,11 @@ class SchedulerSide:
         This process finds nothing of the old even if the store does not
         confirm.
         """
+        self._learn_space()
         if self._portal is None or self._space is None:
-            return True
+            # What the store will turn out to hold is of before.
+            self._reset_unseen = True
+            return False
         space = self._space
         self._known.clear()
         confirmed = True
@@ -411,6 +415,15 @@ class SchedulerSide:
         return state
 
     # Within.
+
+    def _learn_space(self) -> None:
+        """Take the key space over once the store has told its generation."""
+        soon = self._space_soon.space
+        if self._space is not None or soon is None:
+            return
+        if self._reset_unseen:
+            soon = soon.after_reset(soon.generation, os.urandom(EPOCH_BYTES))
+        self._use(soon)
 
     def _use(self, space: KeySpace) -> None:
         self._space = space
@@ -545,6 +558,7 @@ class SchedulerSide:
         self._pinned += len(blocks)
         self._jobs[spec.job_id] = _Job(
             tracked.chain,
+            spec.space,
             request.request_id,
             blocks,
             list(itertools.chain.from_iterable(span.hashes for span in spans)),
@@ -575,6 +589,8 @@ class SchedulerSide:
             if tracked is not None and tracked.chain == job.chain:
                 tracked.save = False
             return
+        if job.space != self._prefix:
+            return  # Stored, but before a reset: nothing is known of after it.
         self._known.update(dict.fromkeys(job.hashes))
         while len(self._known) > _MOST_KNOWN:
             self._known.popitem(last=False)

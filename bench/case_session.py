@@ -1,0 +1,359 @@
+"""A load and a save from end to end, against one thread that copies as many pages.
+
+The engine's memory is one array for each layer, and a request's blocks lie scattered
+in it. A load goes from the store in shared memory through staging into the blocks, a
+save the other way; both through a portal, as vLLM's worker does it. The other side
+copies the same pages with numpy, the faster way in each direction (one call for each
+layer to scatter, one for each page to gather: gathering in one call would make a copy
+more), and nothing else: it copies each byte once where akv copies it twice. The last
+case loads with the event log on, against a load with it off.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import akv
+from akv.core.keys import KeySpace, make_keys
+from akv.portal import Portal
+from akv.sinks.fanout import Fanout
+from akv.sinks.jsonl import JsonLines
+from akv.sinks.logs import LogSink
+from akv.store import LocalStore
+from measure import Case, Row, Settings, Side, Skip, Unit, clock, compare
+from memory import Rows, fill, need_memory, prefaulted, right_rows, stamp
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+    from akv.core.events import Observer
+
+__all__ = ("CASES",)
+
+_SPACE = KeySpace(namespace="bench", fingerprint=akv.fingerprint({"model": "bench"}))
+_SPARE_BLOCKS = 7
+_READ_BACK = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shape:
+    """A model's KV cache: a page is what one layer keeps of one block."""
+
+    layers: int
+    page: int
+    block: int
+
+    @property
+    def object_bytes(self) -> int:
+        return self.layers * self.page
+
+
+_SMALL = _Shape(layers=30, page=12 << 10, block=16)  # 3 heads of 64, bfloat16
+_LARGE = _Shape(layers=32, page=512 << 10, block=128)  # 8 heads of 128, bfloat16
+
+
+class _Stage:
+    """An engine's memory, a store with one request's blocks, and a portal."""
+
+    def __init__(self, shape: _Shape, blocks: int, url: str) -> None:
+        self.shape = shape
+        self.blocks = blocks
+        self.total = blocks * shape.object_bytes
+        self.objects = prefaulted(blocks, shape.object_bytes)
+        fill(self.objects, seed=3)
+        # The lower half of the blocks is akv's, the upper half the other side's.
+        pool = 2 * blocks + _SPARE_BLOCKS
+        self.layers = [prefaulted(pool, shape.page) for _ in range(shape.layers)]
+        shuffled = np.random.default_rng(4).permutation(pool)
+        self.ids = shuffled[:blocks]
+        self.other_ids = shuffled[blocks : 2 * blocks]
+        self.geometry = akv.Geometry(
+            num_blocks=pool,
+            hash_unit=shape.block,
+            groups=(
+                akv.Group(
+                    block_size=shape.block,
+                    regions=tuple(
+                        akv.Region(
+                            name=f"layer {number}",
+                            memory=number,
+                            offset=0,
+                            stride=shape.page,
+                            size=shape.page,
+                        )
+                        for number in range(shape.layers)
+                    ),
+                ),
+            ),
+        )
+        random = np.random.default_rng(5).bytes(32 * blocks)
+        self.hashes = tuple(
+            random[start : start + 32] for start in range(0, len(random), 32)
+        )
+        self.keys = make_keys(_SPACE.prefix, 0, 0, self.hashes)
+        self.config = akv.Config(store=url, load_deadline=60, save_deadline=60)
+        self.store = LocalStore.open(url, slot_bytes=shape.object_bytes)
+        self._ids = itertools.count(1)
+
+    def portal(self, observer: Observer | None = None) -> Portal:
+        device = akv.HostDevice(
+            self.geometry, [layer.reshape(-1) for layer in self.layers]
+        )
+        return Portal.start(self.config, self.geometry, device, observer=observer)
+
+    def pages(self, objects: Rows, layer: int) -> npt.NDArray[np.uint64]:
+        """One layer's pages of all objects, as words."""
+        start = layer * self.shape.page
+        return objects[:, start : start + self.shape.page].view(np.uint64)
+
+    def new_content(self, number: int) -> None:
+        stamp(self.objects, number + 1)
+
+    def put(self) -> None:
+        """The store holds the objects."""
+        self.store.remove(self.keys)
+        self.store.put_from(self.keys, [row.data for row in self.objects])
+
+    def copy_in(self, ids: npt.NDArray[np.intp]) -> None:
+        """The blocks hold the objects."""
+        for layer, memory in enumerate(self.layers):
+            memory.view(np.uint64)[ids] = self.pages(self.objects, layer)
+
+    def copy_out(self, to: Rows) -> None:
+        """``to`` holds what is in akv's blocks."""
+        for layer, memory in enumerate(self.layers):
+            for page, block in zip(self.pages(to, layer), self.ids, strict=True):
+                np.copyto(page, memory[block].view(np.uint64))
+
+    def in_blocks(self, ids: npt.NDArray[np.intp]) -> int:
+        """Bytes that are right in these blocks."""
+        page = self.shape.page
+        right = 0
+        for layer, memory in enumerate(self.layers):
+            wanted = self.pages(self.objects, layer)
+            for place, block in enumerate(ids):
+                found = memory[block].view(np.uint64)
+                right += page * bool(np.array_equal(found, wanted[place]))
+        return right
+
+    def in_store(self) -> int:
+        """Bytes that are right in the store."""
+        buffer = prefaulted(_READ_BACK, self.shape.object_bytes)
+        right = 0
+        for start in range(0, self.blocks, _READ_BACK):
+            keys = self.keys[start : start + _READ_BACK]
+            found = buffer[: len(keys)]
+            found[:, :] = 0
+            self.store.get_into(keys, [row.data for row in found])
+            right += right_rows(found, self.objects[start : start + len(keys)])
+        return right
+
+    def span(self, blocks: int) -> akv.Span:
+        ids = tuple(int(block) for block in self.ids[:blocks])
+        return akv.Span(first_block=0, hashes=self.hashes[:blocks], block_ids=ids)
+
+    def load(self, portal: Portal, blocks: int) -> None:
+        spec = akv.LoadSpec(
+            request_id="bench",
+            space=_SPACE.prefix,
+            load_id=next(self._ids),
+            local=0,
+            usable=blocks * self.shape.block,
+            spans=(self.span(blocks),),
+        )
+        outcome = portal.call(lambda session: session.load(spec), timeout=120)
+        if not outcome.landed:
+            raise RuntimeError(f"the load failed: {outcome.reason}")
+
+    def save(self, portal: Portal) -> None:
+        number = next(self._ids)
+        spec = akv.SaveSpec(
+            request_id="bench",
+            space=_SPACE.prefix,
+            job_id=number,
+            chain=number,
+            spans=(self.span(self.blocks),),
+        )
+        outcome = portal.call(lambda session: session.save(spec), timeout=120)
+        if outcome.dropped:
+            raise RuntimeError(f"the save dropped blocks: {outcome.reason}")
+
+
+@contextmanager
+def _stage(shape: _Shape, tokens: int, settings: Settings) -> Iterator[_Stage]:
+    blocks = tokens // shape.block
+    size = blocks * shape.object_bytes
+    path = settings.in_memory() / "session"
+    room = shutil.disk_usage(settings.in_memory()).free
+    if room < size * 5 // 4:
+        raise Skip(f"{size >> 20} MiB do not fit into shared memory")
+    need_memory(6 * size)
+    stage = _Stage(shape, blocks, f"local:{path}?capacity={size}")
+    try:
+        yield stage
+    finally:
+        stage.store.close()
+        shutil.rmtree(path)
+
+
+def _load_and_save(shape: _Shape, name: str, settings: Settings) -> list[Row]:
+    tokens = 2048 if settings.quick else 8192
+    with _stage(shape, tokens, settings) as stage:
+        portal = stage.portal()
+        try:
+            return _rows(stage, portal, f"{tokens:,} tokens, {name}", settings)
+        finally:
+            portal.close()
+
+
+def _rows(stage: _Stage, portal: Portal, text: str, settings: Settings) -> list[Row]:
+    rounds = settings.rounds(5)
+    copied = prefaulted(stage.blocks, stage.shape.object_bytes)
+
+    def to_load(number: int) -> None:
+        stage.new_content(number)
+        stage.put()
+
+    def to_save(number: int) -> None:
+        stage.new_content(number)
+        stage.copy_in(stage.ids)
+
+    return [
+        compare(
+            "session",
+            f"load {text}",
+            Side(
+                name="akv",
+                run=clock(lambda: stage.load(portal, stage.blocks)),
+                moved=lambda: stage.in_blocks(stage.ids),
+            ),
+            Side(
+                name="numpy, same pages",
+                run=clock(lambda: stage.copy_in(stage.other_ids)),
+                moved=lambda: stage.in_blocks(stage.other_ids),
+            ),
+            unit=Unit.GB_PER_SECOND,
+            rounds=rounds,
+            amount=stage.total,
+            before_round=to_load,
+        ),
+        compare(
+            "session",
+            f"save {text}",
+            Side(
+                name="akv",
+                before=lambda: stage.store.remove(stage.keys),
+                run=clock(lambda: stage.save(portal)),
+                moved=stage.in_store,
+            ),
+            Side(
+                name="numpy, same pages",
+                run=clock(lambda: stage.copy_out(copied)),
+                moved=lambda: right_rows(copied, stage.objects),
+            ),
+            unit=Unit.GB_PER_SECOND,
+            rounds=rounds,
+            amount=stage.total,
+            before_round=to_save,
+        ),
+    ]
+
+
+def _events(settings: Settings) -> list[Row]:
+    tokens = 2048 if settings.quick else 8192
+    log = settings.disk / "events.jsonl"
+    with _stage(_SMALL, tokens, settings) as stage:
+        quiet = stage.portal(Fanout([LogSink(role="bench")]))
+        written = JsonLines(str(log), role="bench")
+        noisy = stage.portal(Fanout([LogSink(role="bench"), written]))
+        try:
+            rows = [
+                _with_and_without(stage, quiet, noisy, blocks, repeats, settings)
+                for blocks, repeats in ((stage.blocks, 3), (1, 100))
+            ]
+        finally:
+            quiet.close()
+            noisy.close()
+            written.close()
+        _check_log(log, rows)
+        return rows
+
+
+def _with_and_without(
+    stage: _Stage,
+    quiet: Portal,
+    noisy: Portal,
+    blocks: int,
+    repeats: int,
+    settings: Settings,
+) -> Row:
+    size = blocks * stage.shape.object_bytes
+    ids = stage.ids[:blocks]
+
+    def loads(portal: Portal) -> None:
+        for _ in range(repeats):
+            stage.load(portal, blocks)
+
+    def wipe() -> None:
+        for memory in stage.layers:
+            memory[ids] = 0
+
+    def moved() -> int:
+        page = stage.shape.page
+        right = 0
+        for layer, memory in enumerate(stage.layers):
+            wanted = stage.pages(stage.objects, layer)
+            for place, block in enumerate(ids):
+                found = memory[block].view(np.uint64)
+                right += page * bool(np.array_equal(found, wanted[place]))
+        return right
+
+    def to_load(number: int) -> None:
+        stage.new_content(number)
+        stage.put()
+
+    what = f"{blocks * stage.shape.block:,} tokens" if blocks > 1 else "one block"
+    return compare(
+        "events",
+        f"load {what}, event log on",
+        Side(name="log on", before=wipe, run=clock(lambda: loads(noisy)), moved=moved),
+        Side(name="log off", before=wipe, run=clock(lambda: loads(quiet)), moved=moved),
+        unit=Unit.MICROSECONDS,
+        rounds=settings.rounds(9),
+        amount=size,
+        calls=repeats,
+        before_round=to_load,
+    )
+
+
+def _check_log(path: Path, rows: list[Row]) -> None:
+    """Raise if nothing was written: then nothing was measured."""
+    landed = path.read_text(encoding="utf-8").count('"akv.load.landed"')
+    path.unlink()
+    if landed < sum(row.rounds for row in rows):
+        raise RuntimeError(f"the event log names {landed} loads")
+
+
+CASES = [
+    Case(
+        name="session/12KiB",
+        title="load and save pages of 12 KiB (30 layers, blocks of 16)",
+        run=partial(_load_and_save, _SMALL, "pages of 12 KiB"),
+    ),
+    Case(
+        name="session/512KiB",
+        title="load and save pages of 512 KiB (32 layers, blocks of 128)",
+        run=partial(_load_and_save, _LARGE, "pages of 512 KiB"),
+    ),
+    Case(name="events", title="a load with the event log on and off", run=_events),
+]
