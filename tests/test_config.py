@@ -36,6 +36,16 @@ def test_a_config_made_by_hand_is_parsed_like_any_other() -> None:
         Config(lookup_deadline="soon")  # type: ignore[arg-type]
 
 
+def test_the_names_of_vllms_mooncake_connector_are_known() -> None:
+    """An operator who comes from there keeps the settings."""
+    config = Config.load(
+        {"cache_prefix": "prod", "save_decode_cache": True, "enable_lookup": False},
+        environ={},
+    )
+    assert (config.namespace, config.save_decode) == ("prod", True)
+    assert not config.enable_lookup
+
+
 def test_a_file_may_be_json(tmp_path: Path) -> None:
     """JSON is what this field uses."""
     file = tmp_path / "akv.json"

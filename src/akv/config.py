@@ -34,9 +34,13 @@ _MIB = 1 << 20
 class Config:
     """What a person may set. Times are seconds, sizes bytes or ``"4GiB"``.
 
-    :ivar store: ``local:PATH?capacity=4GiB&checksum=on``, ``memory:NAME``, or
-        empty for a local store in shared memory
+    :ivar store: ``local:PATH?capacity=4GiB&checksum=on``,
+        ``mooncake://HOST:PORT``, ``memory:NAME``, or empty for a local store
+        in shared memory
     :ivar namespace: parts deployments that must not see each other's blocks
+    :ivar enable_lookup: off makes an engine save and never load; with
+        ``kv_role`` ``kv_consumer`` it then only lends memory to a pool
+    :ivar preferred_segment: where Mooncake should put what is saved here
     :ivar lookup_deadline: after this the engine goes on with what is known
     :ivar load_deadline: a load that has not landed by then has failed for the
         blocks that are missing, and the engine computes those
@@ -51,6 +55,8 @@ class Config:
 
     store: str = ""
     namespace: str = "default"
+    enable_lookup: bool = True
+    preferred_segment: str = ""
     lookup_deadline: float = 0.25
     load_deadline: float = 5.0
     save_deadline: float = 30.0
@@ -134,7 +140,8 @@ def _read(path: str) -> Mapping[str, Any]:
 
 def _parsed(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     parsed: dict[str, Any] = {}
-    for name, value in values.items():
+    for given, value in values.items():
+        name = _ALIASES.get(given, given)
         parser = _PARSERS.get(name)
         if parser is None:
             near = difflib.get_close_matches(str(name), _PARSERS, n=1, cutoff=0.5)
@@ -199,6 +206,9 @@ _BY_TYPE: dict[str, Callable[[object], Any]] = {
     "int": _size,
     "bool": _flag,
 }
+_ALIASES = {"cache_prefix": "namespace", "save_decode_cache": "save_decode"}
+"""Names that vLLM's MooncakeStoreConnector has for the same thing."""
+
 _PARSERS: dict[str, Callable[[object], Any]] = {
     item.name: _BY_TYPE[str(item.type)] for item in fields(Config)
 } | {"log_events": _path_or_off}

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
+from urllib.parse import quote
 
 import anyio
 import anyio.to_thread
@@ -387,7 +388,10 @@ async def _open(
     observer: Observer,
 ) -> BlockStore:
     started = time.monotonic()
-    url = config.store or await pool.run(lambda: default_url(geometry.slot_bytes))
+    url = config.store or default_url(geometry.slot_bytes)
+    if config.preferred_segment and url.startswith("mooncake:"):
+        sign = "&" if "?" in url else "?"
+        url += f"{sign}preferred_segment={quote(config.preferred_segment)}"
     open_now = partial(
         open_store,
         url,

@@ -116,7 +116,7 @@ class SchedulerSide:
         self._counters = counters
         self._observer = observer
         transfer = vllm_config.kv_transfer_config
-        self._loads_wanted = bool(transfer.is_kv_consumer)
+        self._loads_wanted = transfer.is_kv_consumer and config.enable_lookup
         self._saves_wanted = bool(transfer.is_kv_producer)
         group = kv_cache_config.kv_cache_groups[0]
         self._block = int(group.kv_cache_spec.block_size)
