@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import os
 import shutil
 import sys
@@ -63,6 +64,7 @@ _BLOCKS = _TOKENS // _BLOCK
 def _engine(store: str, **options: Any) -> Any:
     """The engine of the tests, which is no part of the library."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     tests = str(Path(__file__).resolve().parent.parent / "tests")
     if tests not in sys.path:
         sys.path.append(tests)
@@ -242,7 +244,7 @@ def _measure(chunk: int, settings: Settings) -> list[Row]:
     try:
         _fill(full)
         for _ in range(1 if settings.quick else 3):
-            steps = 200 if settings.quick else 400
+            steps = 150 if settings.quick else 250
             _round(full, chunk, itertools.cycle(range(_WAITING)), steps, held)
             _round(empty, chunk, unseen, steps, missing)
     finally:

@@ -279,7 +279,7 @@ def _events(settings: Settings) -> list[Row]:
         try:
             rows = [
                 _with_and_without(stage, quiet, noisy, blocks, repeats, settings)
-                for blocks, repeats in ((stage.blocks, 3), (1, 100))
+                for blocks, repeats in ((stage.blocks, 2), (1, 100))
             ]
         finally:
             quiet.close()
@@ -329,7 +329,7 @@ def _with_and_without(
         Side(name="log on", before=wipe, run=clock(lambda: loads(noisy)), moved=moved),
         Side(name="log off", before=wipe, run=clock(lambda: loads(quiet)), moved=moved),
         unit=Unit.MICROSECONDS,
-        rounds=settings.rounds(9),
+        rounds=settings.rounds(7),
         amount=size,
         calls=repeats,
         before_round=to_load,

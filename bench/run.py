@@ -46,7 +46,7 @@ from report import as_json, machine, table
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ("main",)
+__all__ = ("leave", "main")
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_MEMORY = Path("/dev/shm")
@@ -73,9 +73,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     skipped: list[tuple[str, str]] = []
     broken = False
-    with _settings(options) as settings:
-        for number, case in enumerate(cases, 1):
-            broken |= _run(case, f"[{number}/{len(cases)}]", settings, rows, skipped)
+    try:
+        with _settings(options) as settings:
+            for number, case in enumerate(cases, 1):
+                place = f"[{number}/{len(cases)}]"
+                broken |= _run(case, place, settings, rows, skipped)
+    except KeyboardInterrupt:
+        print("\ninterrupted; nothing is left behind")
+        return 130
     seconds = time.monotonic() - started
     print()
     if rows:
@@ -188,9 +193,12 @@ def _end(*_: object) -> NoReturn:
     raise SystemExit(143)
 
 
-if __name__ == "__main__":
-    status = main()
+def leave(status: int) -> NoReturn:
+    """End the program, without what native libraries of vLLM say at their end."""
     sys.stdout.flush()
-    # What native libraries of vLLM say at the end is not about the figures.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     sys.exit(status)
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -19,7 +19,7 @@ from akv.testing.stores import GatedStore, WrappedStore
 from engine.engine import Engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     import pytest
 
@@ -33,9 +33,9 @@ __all__ = (
     "Gate",
     "Rig",
     "Watch",
-    "count",
     "serve",
     "step_until",
+    "until_answered",
 )
 
 S = TypeVar("S", bound=BlockStore)
@@ -223,6 +223,13 @@ def step_until(engine: Engine, done: Callable[[], object], steps: int = 5_000) -
     raise AssertionError(f"not so after {steps} steps; requests: {states}")
 
 
-def count(items: Iterable[object]) -> int:
-    """How many there are."""
-    return sum(1 for _ in items)
+def until_answered(engine: Engine, name: str) -> None:
+    """Take the step that looks a new request up, and wait for the answer.
+
+    So that what the test is about does not depend on how many steps a lookup takes.
+    """
+    side = engine.scheduler.get_kv_connector()._s
+    engine.run_steps(1)
+    answer = side._requests[name].answer
+    while answer is not None and answer.found is None:
+        side._portal.call(lambda session: session.statistics(), timeout=10)

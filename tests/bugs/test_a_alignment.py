@@ -7,7 +7,7 @@ the last token, and what is not promised leaves no state and costs no call.
 from __future__ import annotations
 
 import pytest
-from bugs.rig import CountingStore, Rig, Watch, serve
+from bugs.rig import CountingStore, Rig, Watch, serve, until_answered
 
 from akv.core.events import LoadDeclined, LoadPromised
 from engine.shapes import INLINE_SHAPES, Shape
@@ -102,6 +102,7 @@ def test_asking_again_while_no_block_can_be_had_leaves_no_hole_in_what_is_saved(
         engine.add_request(range(500, 600), 25, "in the way")
         engine.run_steps(4)
         engine.add_request(range(96), 3, "waiting")
+        until_answered(engine, "waiting")
         engine.run()
         engine.idle_until_quiet()
         engine.assert_outputs()

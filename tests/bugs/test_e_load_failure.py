@@ -6,11 +6,10 @@ import logging
 from typing import TYPE_CHECKING
 
 import pytest
-from bugs.rig import CountingStore, Rig, Watch, serve, step_until
+from bugs.rig import CountingStore, Rig, Watch, serve, step_until, until_answered
 
 from akv.store.base import Failure, Outcome, Status
 from akv.testing.stores import Fault, FaultyStore
-from engine.engine import Engine
 from engine.shapes import INLINE_SHAPES, Shape
 
 if TYPE_CHECKING:
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 
     from akv.core.keys import BlockKey
     from akv.store import BlockStore
+    from engine.engine import Engine
 
 every_shape = pytest.mark.parametrize("shape", INLINE_SHAPES, ids=str)
 
@@ -140,6 +140,7 @@ def test_a_request_whose_load_failed_is_not_promised_again_after_a_preemption(
         engine.add_request(range(65), 40, "r", priority=1)
         step_until(engine, lambda: len(engine.outputs["r"]) > 3)
         engine.add_request(range(500, 597), 60, "more urgent")
+        until_answered(engine, "more urgent")
         engine.run()
         engine.idle_until_quiet()
         assert engine.preemptions > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 import pytest
 from bugs.rig import OBJECT, CountingStore, Rig, Watch, serve, step_until
@@ -11,10 +12,12 @@ import akv
 from akv.core.spec import LoadSpec
 from akv.portal import Answer, LoadEnded, Portal, PostLoad, PostLookup, PostSave
 from akv.store import MemoryStore
-from akv.store.base import BlockStore, Outcome
 from akv.testing.stores import GatedStore, WrappedStore
 from engine.shapes import INLINE_SHAPES, Shape
 from harness import Memory, lookup_spec, prompt, save_spec
+
+if TYPE_CHECKING:
+    from akv.store.base import BlockStore, Outcome
 
 every_shape = pytest.mark.parametrize("shape", INLINE_SHAPES, ids=str)
 

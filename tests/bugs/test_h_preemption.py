@@ -1,13 +1,17 @@
-"""H of the bug log: a preemption while akv still reads or writes the request's blocks."""
+"""H of the bug log: a preemption while akv still reads or writes the blocks."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
-from bugs.rig import Rig, Watch, serve, step_until
+from bugs.rig import Rig, Watch, serve, step_until, until_answered
 
 from akv.testing.stores import GatedStore
-from engine.engine import Engine
 from engine.shapes import INLINE_SHAPES, Shape
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
 
 every_shape = pytest.mark.parametrize("shape", INLINE_SHAPES, ids=str)
 
@@ -25,6 +29,7 @@ def preempt(engine: Engine, victim: str, tokens: int = 100) -> None:
     """Let an urgent request grow until the victim has lost its blocks."""
     before = engine.preemptions
     engine.add_request(range(5000, 5097), tokens, "urgent")
+    until_answered(engine, "urgent")
     step_until(engine, lambda: engine.preemptions > before)
     assert engine.scheduler.requests[victim].num_preemptions > 0
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from bugs.rig import CountingStore, Rig, serve, step_until
 from prometheus_client import Counter, Gauge, Histogram
 
 import akv.vllm
-from akv.core.spec import LoadSpec
 from engine.engine import Engine
 from engine.shapes import INLINE_SHAPES, Shape
+
+if TYPE_CHECKING:
+    from akv.core.spec import LoadSpec
 
 every_shape = pytest.mark.parametrize("shape", INLINE_SHAPES, ids=str)
 

@@ -14,13 +14,13 @@ import anyio.lowlevel
 import numpy as np
 import pytest
 from bugs.rig import Rig, serve
-from harness import BLOCKS, OBJECT, Memory, Recorder, load_spec, lookup_spec, prompt
 
 import akv
 from akv.pipeline.budget import BufferPool, StagingBuffer
 from akv.portal import Answer, CancelLoad, LoadEnded, Portal, PostLoad, PostLookup
 from akv.store import MemoryStore
 from akv.testing.stores import Fault, FaultyStore, GatedStore
+from harness import BLOCKS, OBJECT, Memory, Recorder, load_spec, lookup_spec, prompt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Q of the bug log: after a reset nothing of before is found, and nothing else is lost."""
+"""Q of the bug log: a reset hides everything of before, and nothing of others."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from bugs.rig import Rig, Watch, serve, step_until
-from engine.shapes import INLINE_SHAPES, Shape
 
 from akv.core.errors import StoreError, StoreUnavailableError
 from akv.store import BlockStore, open_store
 from akv.testing.stores import GatedStore, WrappedStore
+from engine.shapes import INLINE_SHAPES, Shape
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,13 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from bugs.rig import Rig
-from engine.config import (
-    EngineConfig,
-    build_kv_cache_config,
-    build_vllm_config,
-    write_model,
-)
 from vllm.config import SpeculativeConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.v1.kv_cache_interface import (
@@ -32,9 +25,17 @@ from vllm.v1.kv_cache_interface import (
 import akv
 from akv.core.errors import LayoutError
 from akv.vllm.connector import AkvConnector
+from engine.config import (
+    EngineConfig,
+    build_kv_cache_config,
+    build_vllm_config,
+    write_model,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from bugs.rig import Rig
 
 
 class Facts:

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from bugs.rig import CountingStore, CutStore, Rig, Watch, serve, step_until
-from engine.shapes import INLINE_SHAPES, Shape
 
 import akv
 from akv.core.errors import StoreError
 from akv.device.host import HostDevice
 from akv.testing.stores import Fault, FaultyStore, GatedStore
+from engine.shapes import INLINE_SHAPES, Shape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

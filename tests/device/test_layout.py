@@ -1,7 +1,7 @@
 """What akv understands of a KV cache's memory, and what it refuses.
 
-The layouts are vLLM 0.32's own, made by its own functions; the bytes that a device moves
-are compared with ``akv.core.plan.moves``, which spells every copy out.
+The layouts are vLLM 0.32's own, made by its own functions; the bytes that a device
+moves are compared with ``akv.core.plan.moves``, which spells every copy out.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ def gathered(layers: dict[str, torch.Tensor], block: int) -> npt.NDArray[np.uint
     size = geometry.groups[0].object_bytes
     staged = device.allocate(size).reshape(1, size)
     device.gather(window_of(geometry, (block,)), staged, device.mark())
-    return staged[0]
+    value: npt.NDArray[np.uint8] = staged[0]
+    return value
 
 
 def check_every_block(spec: Any, layers: dict[str, torch.Tensor]) -> None:
@@ -195,7 +196,7 @@ def test_one_vector_for_all_heads_is_understood() -> None:
 def test_a_layout_with_heads_outside_of_blocks_is_refused_and_described(
     layout: KVCacheLayout,
 ) -> None:
-    """K11: no run of bytes is a block; the message says what was seen and what works."""
+    """K11: no run of bytes is a block; said with what was seen and what works."""
     _, layers = caches(attention(), layout)
     view = layers["layer 0"]
     with pytest.raises(LayoutError) as caught:

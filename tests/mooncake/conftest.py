@@ -1,0 +1,38 @@
+"""A real master for each test that asks for one; skipped where Mooncake is not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from mooncake_master import Master
+
+from akv.store.mooncake.client import MissingMooncakeError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def make_master(*flags: str) -> Master:
+    """A master, not yet started; skips the test where Mooncake cannot run."""
+    try:
+        return Master(*flags)
+    except MissingMooncakeError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def master() -> Iterator[Master]:
+    """A master of this test's own."""
+    with make_master() as master:
+        yield master
+
+
+@pytest.fixture(scope="class")
+def class_master() -> Iterator[Master]:
+    """A master for all tests of a class, whose pool is empty between them.
+
+    The objects of a test go with the segment of its store.
+    """
+    with make_master() as master:
+        yield master
