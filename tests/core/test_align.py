@@ -70,6 +70,13 @@ def test_a_promise_is_whole_blocks_between_local_and_usable(
     assert found.need == 0 or local + found.need <= min(hit, num_tokens - 1)
 
 
+def test_a_local_hit_inside_a_block_has_that_block_loaded_as_a_whole() -> None:
+    """20 tokens are there, 48 can be: 28 more, and the load begins at 16."""
+    found = promise(num_tokens=49, local=20, hit=48, block=16)
+    assert (found.local, found.usable, found.need) == (16, 48, 28)
+    assert promise(num_tokens=49, local=20, hit=16, block=16).need == 0
+
+
 def test_the_block_of_several_groups_is_whole_in_each() -> None:
     """Groups of 32 and 48 tokens agree at 96."""
     assert common_block([32, 48]) == 96

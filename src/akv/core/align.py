@@ -38,15 +38,15 @@ def usable_tokens(hit: int, num_tokens: int, block: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
-    """What a request may load: tokens ``[local, usable)``, whole blocks."""
+    """What a request may load: tokens ``[local, usable)``, whole blocks.
+
+    ``need`` is what that is beyond the tokens that the engine has; 0 means
+    that nothing is promised at all.
+    """
 
     local: int
     usable: int
-
-    @property
-    def need(self) -> int:
-        """Tokens to load; 0 means that nothing is promised at all."""
-        return max(0, self.usable - self.local)
+    need: int
 
 
 def promise(*, num_tokens: int, local: int, hit: int, block: int) -> Promise:
@@ -57,9 +57,8 @@ def promise(*, num_tokens: int, local: int, hit: int, block: int) -> Promise:
     :param hit: tokens of the prefix that the store holds, before rounding
     :param block: tokens of a block, see :func:`common_block`
 
-    A ``local`` that is not whole blocks (a partial hit inside a block) is
-    rounded down: the load then covers that block as a whole.
+    Where ``local`` ends inside a block the load covers that block as a whole.
     """
     start = round_down(local, block)
-    usable = usable_tokens(hit, num_tokens, block)
-    return Promise(local=start, usable=max(start, usable))
+    usable = max(start, usable_tokens(hit, num_tokens, block))
+    return Promise(local=start, usable=usable, need=max(0, usable - local))

@@ -269,7 +269,7 @@ class SchedulerSide:
         if num_external_tokens == 0 or promised is None:
             self._declined(tracked)
             return
-        usable = promised.local + num_external_tokens
+        usable = promised.usable - promised.need + num_external_tokens
         first, last = promised.local // self._block, usable // self._block
         spec = LoadSpec(
             request_id=request.request_id,
