@@ -474,6 +474,7 @@ def _movers(
             puts=pools["put"],
             copies=pools["save-copy"],
             breaker=breaker,
+            ask_deadline=config.lookup_deadline,
             deadline=config.save_deadline,
             window_bytes=window_bytes,
             observer=observer,

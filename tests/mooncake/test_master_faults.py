@@ -233,10 +233,10 @@ def _lose(master: Master, holder: subprocess.Popen[str]) -> None:
         holder.wait()
         begun = time.monotonic()
         outcomes = store.get_into(keys, buffers)
-        assert time.monotonic() - begun < 5
+        # A refused connection fails after 1 s, a silent one after 10.
+        assert time.monotonic() - begun < 15
         for key, buffer, outcome in zip(keys, buffers, outcomes, strict=True):
             assert outcome is not Status.HIT or is_value_of(key, buffer)
-        assert {o.code for o in outcomes if isinstance(o, Failure)} <= {-800}
         until(lambda: store.exists(keys) == [Status.MISS] * len(keys), 20)
 
 

@@ -23,11 +23,13 @@ from akv.core.breaker import (
     succeeded,
 )
 from akv.core.events import BreakerClosed, BreakerOpened, Observer
+from akv.store.base import Failure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from akv.pipeline.native import NativePool
+    from akv.store.base import Outcome
 
 __all__ = ("Breaker",)
 
@@ -96,6 +98,16 @@ class Breaker:
             self._observer.on(
                 BreakerClosed(url=self._url, seconds=self._clock() - self._opened_at)
             )
+
+    def heard(self, outcomes: Sequence[Outcome]) -> None:
+        """A call came back with these; it failed if each of them did."""
+        first = outcomes[0] if outcomes else None
+        if isinstance(first, Failure) and all(
+            isinstance(outcome, Failure) for outcome in outcomes
+        ):
+            self.failure(first.reason)
+        else:
+            self.success()
 
     async def wait_closed(self) -> None:
         """Wait until the store may be called. Cancellation: stops waiting."""

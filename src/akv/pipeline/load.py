@@ -239,10 +239,7 @@ class LoadPipeline:
                 outcomes = [Failure("the store answered for other keys")] * len(window)
         except Exception as error:  # noqa: BLE001
             outcomes = [Failure(_sentence(error))] * len(window)
-        if all(isinstance(outcome, Failure) for outcome in outcomes):
-            self._breaker.failure(str(outcomes[0]))
-        else:
-            self._breaker.success()
+        self._breaker.heard(outcomes)
         bad = frozenset(
             place
             for place, outcome in zip(places, outcomes, strict=True)

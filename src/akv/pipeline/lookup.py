@@ -247,9 +247,9 @@ class LookupPipeline:
                 question.error = failure
                 question.answered.set()
             return
-        self._breaker.success()
         if len(outcomes) != len(keys):
             outcomes = [Failure("the store answered for other keys")] * len(keys)
+        self._breaker.heard(outcomes)
         position = 0
         for question in batch:
             end = position + len(question.keys)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from akv.core.errors import AkvError
+from akv.core.errors import AkvError, DeadlineError
 from akv.core.events import Observer, SaveCopied, SaveDropped, SaveStarted, SaveStored
 from akv.core.keys import BlockKey, make_keys
 from akv.core.plan import Window, transfer_windows
@@ -92,6 +92,7 @@ class SavePipeline:
         puts: NativePool,
         copies: NativePool,
         breaker: Breaker,
+        ask_deadline: float,
         deadline: float,
         window_bytes: int,
         observer: Observer,
@@ -103,6 +104,7 @@ class SavePipeline:
         self._puts = puts
         self._copies = copies
         self._breaker = breaker
+        self._ask_deadline = ask_deadline
         self._deadline = deadline
         self._window_bytes = window_bytes
         self._observer = observer
@@ -207,8 +209,6 @@ class SavePipeline:
         except Exception as error:  # noqa: BLE001
             run.reason = f"{type(error).__name__}: {error}"
             self._breaker.failure(run.reason)
-        else:
-            self._breaker.success()
         finally:
             if put is not None:
                 self._let_go(put)
@@ -216,7 +216,13 @@ class SavePipeline:
 
     async def _missing(self, run: _Run, window: Window) -> Window | None:
         keys = make_keys(run.spec.space, window.group, 0, window.hashes)
-        outcomes = await self._puts.run(lambda: self._store.exists(keys))
+        try:
+            with anyio.fail_after(self._ask_deadline):
+                outcomes = await self._puts.run(lambda: self._store.exists(keys))
+        except TimeoutError as error:
+            msg = f"the store did not answer within {self._ask_deadline:g} s"
+            raise DeadlineError(msg) from error
+        self._breaker.heard(outcomes)
         if len(outcomes) != len(keys):
             run.reason = "the store answered for other keys"
             return None
@@ -262,6 +268,7 @@ class SavePipeline:
         finally:
             self._let_go(put)
             run.hung = not put.call.ended
+        self._breaker.heard(outcomes)
         hole = False
         behind: list[BlockKey] = []
         for key, outcome in zip(put.keys, outcomes, strict=True):
