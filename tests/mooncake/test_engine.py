@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from engine.engine import Engine
+from engine.worker import ProcessWorker
 from engine.workload import run_workload
 
 if TYPE_CHECKING:
@@ -148,9 +149,9 @@ def test_an_engine_that_is_killed_takes_its_blocks_along_and_nothing_else(
                 assert serve(first, range(100), "cold") == 0
                 first.assert_clean()
                 assert serve(second, range(100), "warm") == 96
-                pid = first.worker.pid
-                assert pid is not None
-                os.kill(pid, signal.SIGKILL)
+                assert isinstance(first.worker, ProcessWorker)
+                assert first.worker.pid is not None
+                os.kill(first.worker.pid, signal.SIGKILL)
                 raise KeyboardInterrupt
         except KeyboardInterrupt:
             pass
