@@ -16,6 +16,7 @@ from akv.store.base import (
     Buffer,
     Failure,
     Outcome,
+    RegistersMemory,
     Status,
     StoreStatistics,
 )
@@ -31,6 +32,7 @@ __all__ = (
     "MemoryStore",
     "MooncakeStore",
     "Outcome",
+    "RegistersMemory",
     "Status",
     "StoreStatistics",
     "default_url",

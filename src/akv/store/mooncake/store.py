@@ -53,7 +53,7 @@ _PATIENCE = 2.0
 class MooncakeStore:
     """A :class:`~akv.store.base.BlockStore`; made by :meth:`open`.
 
-    It also registers memory: see :class:`~akv.store.base.RegistersMemory`.
+    It also registers memory: see :class:`~akv.store.RegistersMemory`.
     """
 
     def __init__(
