@@ -435,6 +435,28 @@ async def test_saves_of_one_chain_reach_the_store_in_order() -> None:
     assert [keys[0][-32:] for keys in puts] == list(HASHES[:2])
 
 
+@pytest.mark.parametrize("chains", [1, 40])
+async def test_more_saves_than_staging_holds_never_wait_for_each_other(
+    chains: int,
+) -> None:
+    """Forty saves of several windows at once, of one request or of forty."""
+    memory = Memory()
+    with anyio.fail_after(20):
+        async with session_on(MemoryStore(slot_bytes=OBJECT), memory) as session:
+            outcomes = []
+
+            async def save(number: int) -> None:
+                spec = save_spec(
+                    prompt(number, 8), range(8), job_id=number, chain=number % chains
+                )
+                outcomes.append(await session.save(spec))
+
+            async with anyio.create_task_group() as tasks:
+                for number in range(40):
+                    tasks.start_soon(save, number)
+    assert [outcome.stored for outcome in outcomes] == [8] * 40
+
+
 async def test_flush_waits_for_what_has_begun() -> None:
     """A reader that must see what a writer wrote waits for the writer's flush."""
     store = GatedStore(MemoryStore(slot_bytes=OBJECT), gated=("put_from",))

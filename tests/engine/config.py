@@ -55,15 +55,18 @@ __all__ = [
 
 HookOrder = Literal["v1", "v2"]
 
-_HEADS = 2
-_HEAD_SIZE = 4
 _DTYPE = torch.float32
 _VOCAB_SIZE = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What one engine is made of; plain values, the same in both processes."""
+    """What one engine is made of; plain values, the same in both processes.
+
+    Without ``verify`` the runner writes and does not read. Without ``compute`` it does
+    neither, and leaves fresh blocks as they are: what is in the memory is then the
+    business of whoever measures how it is moved.
+    """
 
     connector: str | None = "AkvConnector"
     module_path: str | None = "akv.vllm"
@@ -74,6 +77,8 @@ class EngineConfig:
     num_blocks: int = 128
     block_size: int = 16
     layers: int = 2
+    heads: int = 2
+    head_size: int = 4
     layout: str = "LBHNC"
     max_num_batched_tokens: int = 256
     max_num_seqs: int = 8
@@ -84,6 +89,7 @@ class EngineConfig:
     model_seed: int = 0
     strict_rounding: bool = True
     verify: bool = True
+    compute: bool = True
 
 
 class EngineOptions(TypedDict, total=False):
@@ -96,6 +102,8 @@ class EngineOptions(TypedDict, total=False):
     num_blocks: int
     block_size: int
     layers: int
+    heads: int
+    head_size: int
     layout: str
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -106,6 +114,7 @@ class EngineOptions(TypedDict, total=False):
     model_seed: int
     strict_rounding: bool
     verify: bool
+    compute: bool
 
 
 def write_model(directory: Path, config: EngineConfig) -> Path:
@@ -116,12 +125,12 @@ def write_model(directory: Path, config: EngineConfig) -> Path:
             {
                 "architectures": ["LlamaForCausalLM"],
                 "model_type": "llama",
-                "hidden_size": _HEADS * _HEAD_SIZE,
+                "hidden_size": config.heads * config.head_size,
                 "intermediate_size": 16,
                 "num_hidden_layers": config.layers,
-                "num_attention_heads": _HEADS,
-                "num_key_value_heads": _HEADS,
-                "head_dim": _HEAD_SIZE,
+                "num_attention_heads": config.heads,
+                "num_key_value_heads": config.heads,
+                "head_dim": config.head_size,
                 "vocab_size": _VOCAB_SIZE,
                 "max_position_embeddings": 1 << 20,
                 "torch_dtype": "float32",
@@ -143,11 +152,11 @@ def write_model(directory: Path, config: EngineConfig) -> Path:
 
 def build_oracle(config: EngineConfig) -> Oracle:
     """The function from token prefixes to bytes for this model."""
-    lane_bytes = 2 * _HEAD_SIZE * _DTYPE.itemsize
+    lane_bytes = 2 * config.head_size * _DTYPE.itemsize
     return Oracle(
         seed=config.model_seed + 1,
         vocab_size=_VOCAB_SIZE,
-        heads=_HEADS,
+        heads=config.heads,
         lanes=lane_bytes // 8,
     )
 
@@ -208,8 +217,8 @@ def build_kv_cache_config(config: EngineConfig) -> Any:
     """One full-attention group over one allocation, in the layout asked for."""
     spec = FullAttentionSpec(
         block_size=config.block_size,
-        num_kv_heads=_HEADS,
-        head_size=_HEAD_SIZE,
+        num_kv_heads=config.heads,
+        head_size=config.head_size,
         dtype=_DTYPE,
     )
     names = layer_names(config)

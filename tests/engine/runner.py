@@ -245,7 +245,7 @@ class FakeRunner:
         )
 
     def _fill_fresh_blocks(self) -> None:
-        if not self._fresh:
+        if not self._fresh or not self._config.compute:
             return
         blocks = np.asarray(self._fresh, dtype=np.int64)
         for words in self._words:
@@ -336,6 +336,8 @@ class FakeRunner:
         return wrong
 
     def _attend(self, layer: int, batch: _Batch, wrong: list[WrongBytesError]) -> None:
+        if not self._config.compute:
+            return
         words = self._words[layer]
         if not self._config.verify:
             batch_written = batch.written

@@ -17,6 +17,7 @@ from akv.core.errors import ConfigError
 from akv.store import Failure, LocalStore, Status, default_url, open_store
 from akv.store.local import filesystem
 from akv.store.local.address import default_capacity
+from akv.store.local.records import Record
 from akv.store.local.slab import SlabState
 from akv.testing import empty_buffer, is_value_of, key_of, value_of
 
@@ -396,17 +397,60 @@ def test_a_disk_store_that_was_closed_is_kept_over_a_boot(tmp_path: Path) -> Non
         assert store.exists([key_of(1)]) == [Status.HIT]
 
 
-def test_a_disk_store_that_was_open_in_another_boot_is_emptied_and_said(
+def _as_left_by_a_power_cut(directory: Path) -> None:
+    """The header says: open, in another boot."""
+    with (directory / "slab").open("r+b") as file:
+        file.seek(1024)
+        file.write((0).to_bytes(8, "little") + b"another boot".ljust(36))
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_what_is_whole_after_a_power_cut_is_kept_where_checksums_prove_it(
+    tmp_path: Path, torn: bool
+) -> None:
+    if filesystem.is_memory(tmp_path):
+        pytest.skip("the temporary directory is in shared memory")
+    with closing(_open(tmp_path / "s")) as store:
+        _put(store, [key_of(1), key_of(2)])
+        (record,) = store._opened.index.find([key_of(2)])
+        assert record is not None
+        slot = Record.unpack(record).slot
+        layout = store._opened.slab.layout
+        offset = layout.slots_offset + slot * layout.stride
+    _as_left_by_a_power_cut(tmp_path / "s")
+    if torn:
+        with (tmp_path / "s" / "slab").open("r+b") as file:
+            file.seek(offset + 7)
+            file.write(b"torn")
+    with closing(_open(tmp_path / "s")) as store:
+        assert store.get_into([key_of(1)], [empty_buffer(100)]) == [Status.HIT]
+        (outcome,) = store.get_into([key_of(2)], [empty_buffer(100)])
+        assert (outcome is Status.HIT) is not torn
+        assert store.verify() == []
+
+
+def test_a_torn_index_after_a_power_cut_is_emptied_and_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     if filesystem.is_memory(tmp_path):
         pytest.skip("the temporary directory is in shared memory")
     with closing(_open(tmp_path / "s")) as store:
         _put(store, [key_of(1)])
-    slab = tmp_path / "s" / "slab"
-    with slab.open("r+b") as file:
-        file.seek(1024)
-        file.write((0).to_bytes(8, "little") + b"another boot".ljust(36))
+    _as_left_by_a_power_cut(tmp_path / "s")
+    (tmp_path / "s" / "index" / "data.mdb").write_bytes(b"\0" * 32768)
+    with closing(_open(tmp_path / "s")) as store:
+        assert store.exists([key_of(1)]) == [Status.MISS]
+    assert "emptied" in caplog.text
+
+
+def test_without_checksums_a_disk_store_open_in_another_boot_is_emptied_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if filesystem.is_memory(tmp_path):
+        pytest.skip("the temporary directory is in shared memory")
+    with closing(_open(tmp_path / "s", options="&checksum=off")) as store:
+        _put(store, [key_of(1)])
+    _as_left_by_a_power_cut(tmp_path / "s")
     with closing(_open(tmp_path / "s")) as store:
         assert store.exists([key_of(1)]) == [Status.MISS]
         assert store.verify() == []

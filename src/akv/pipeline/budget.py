@@ -1,8 +1,9 @@
 """Staging memory, handed out first come, first served, and its quarantine.
 
 A pool is one piece of memory cut into equal buffers, each as large as one
-window. Who waits for a buffer holds none, or only one that comes back
-whatever happens to the wait, so two loads can never each hold what the other
+window. Who waits for a buffer holds none but those of native calls and copies
+that are under way, and these come back when the call ends, whether the wait
+succeeds or not. So two loads, or two saves, can never each hold what the other
 needs. A buffer whose native call outlived its wait goes to quarantine and is
 back in the pool at the moment the call ends, not before.
 
@@ -20,8 +21,6 @@ import anyio
 from akv.core.events import MemoryQuarantined, MemoryReleased, Observer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import numpy as np
     import numpy.typing as npt
 
@@ -131,8 +130,19 @@ class BufferPool:
 
     def release_after(self, buffer: StagingBuffer, call: Call[Any]) -> None:
         """Give a buffer back as soon as ``call`` can no longer touch it."""
+        self.release_at_end(buffer, call)
+        self.quarantine(call)
+
+    def release_at_end(self, buffer: StagingBuffer, call: Call[Any]) -> None:
+        """Give a buffer back when ``call`` ends, which may be now.
+
+        Whoever still waits for the call does not hold the buffer any more.
+        """
+        call.on_end(lambda: self.release(buffer))
+
+    def quarantine(self, call: Call[Any]) -> None:
+        """Nobody waits for ``call`` any longer; count its buffer until it ends."""
         if call.ended:
-            self.release(buffer)
             return
         self._quarantined += 1
         self._observer.on(
@@ -142,17 +152,13 @@ class BufferPool:
                 reason="its native call has not ended",
             )
         )
-        call.on_end(self._returned(buffer))
+        call.on_end(self._returned)
 
-    def _returned(self, buffer: StagingBuffer) -> Callable[[], None]:
-        def back() -> None:
-            self._quarantined -= 1
-            self._observer.on(
-                MemoryReleased(
-                    bytes=self._buffer_bytes,
-                    total_bytes=self._quarantined * self._buffer_bytes,
-                )
+    def _returned(self) -> None:
+        self._quarantined -= 1
+        self._observer.on(
+            MemoryReleased(
+                bytes=self._buffer_bytes,
+                total_bytes=self._quarantined * self._buffer_bytes,
             )
-            self.release(buffer)
-
-        return back
+        )

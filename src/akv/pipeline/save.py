@@ -3,8 +3,9 @@
 The engine's blocks are needed until they have been copied, which is long
 before the store has them, so the two ends are told apart. What the store has
 already is not copied again. A put begins only after the one before it has
-ended well: when a block was dropped, nothing behind it is saved, since a
-prefix with a hole could never be found.
+ended well, and a save only after the one before it of the same chain: when a
+block was dropped, nothing behind it is saved, since a prefix with a hole
+could never be found.
 """
 
 from __future__ import annotations
@@ -53,7 +54,6 @@ class _Put:
     """A window on its way into the store."""
 
     keys: tuple[BlockKey, ...]
-    buffer: StagingBuffer
     call: Call[list[Outcome]]
 
 
@@ -168,6 +168,8 @@ class SavePipeline:
     ) -> None:
         put: _Put | None = None
         try:
+            if previous is not None:
+                await previous.wait()
             for window in windows:
                 if run.spec.chain in self._broken:
                     run.reason = "a block before it was dropped"
@@ -181,23 +183,18 @@ class SavePipeline:
                 if not missing:
                     continue
                 buffer = await self._staging.acquire()
+                handed_over = False
                 try:
                     await self._gather(missing, buffer, mark)
                     if window is windows[-1]:
                         self._copied(run)
-                    if previous is not None:
-                        await previous.wait()
-                        previous = None
                     done, put = put, None
-                    if done is not None:
-                        await self._finished(run, done)
-                    if run.spec.chain in self._broken and not run.reason:
-                        run.reason = "a block before it was dropped"
-                    if run.reason:
+                    if done is not None and not await self._finished(run, done):
                         return
                     put = self._put(run, missing, buffer)
+                    handed_over = True
                 finally:
-                    if put is None or put.buffer is not buffer:
+                    if not handed_over:
                         self._staging.release(buffer)
             self._copied(run)
             done, put = put, None
@@ -260,9 +257,10 @@ class SavePipeline:
         call = self._puts.submit(
             lambda: self._store.put_from(keys, [row.data for row in rows])
         )
-        return _Put(keys, buffer, call)
+        self._staging.release_at_end(buffer, call)
+        return _Put(keys, call)
 
-    async def _finished(self, run: _Run, put: _Put) -> None:
+    async def _finished(self, run: _Run, put: _Put) -> bool:
         try:
             outcomes = await put.call.wait()
         finally:
@@ -289,10 +287,11 @@ class SavePipeline:
                 )
         if behind:
             await self._puts.run(lambda: self._store.remove(behind))
+        return not hole
 
     def _let_go(self, put: _Put) -> None:
         self._puts.withdraw(put.call)
-        self._staging.release_after(put.buffer, put.call)
+        self._staging.quarantine(put.call)
 
     def _copied(self, run: _Run) -> None:
         if run.copied():
