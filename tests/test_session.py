@@ -527,6 +527,16 @@ async def test_closing_is_bounded_though_a_call_hangs() -> None:
     assert closed.hung_calls == 1  # type: ignore[attr-defined]
 
 
+async def test_an_error_of_the_host_leaves_the_session_as_it_is() -> None:
+    """Not wrapped in a group: ``except ValueError`` around a session works."""
+    memory = Memory()
+    error = ValueError("the host's own")
+    with pytest.raises(ValueError, match="own") as caught:
+        async with akv.open_session(SMALL, memory.geometry, memory.device):
+            raise error
+    assert caught.value is error
+
+
 async def test_a_closed_session_takes_no_work() -> None:
     """With a sentence, not with an error from somewhere below."""
     memory = Memory()

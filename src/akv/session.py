@@ -314,6 +314,7 @@ async def open_session(
     pools = {name: NativePool(name, threads) for name, threads in _THREADS.items()}
     own = store is None
     closing = time.monotonic()
+    failure: Exception | None = None
     try:
         if store is None:
             store = await _open(config, geometry, device, pools["lookup"], observer)
@@ -351,10 +352,15 @@ async def open_session(
             )
             try:
                 yield session
+            except Exception as error:  # noqa: BLE001
+                # The host's own error, to be raised as it is and in no group.
+                failure = error
             finally:
                 closing = time.monotonic()
                 session._closing = True
                 tasks.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
     finally:
         with anyio.CancelScope(shield=True):
             hung = await _close_all(pools)
