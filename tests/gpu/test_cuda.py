@@ -66,7 +66,7 @@ def test_a_save_waits_for_the_forward_that_writes_its_blocks() -> None:
     """A long kernel first, then the bytes: what is saved are the new ones."""
     device, memory, window = setup()
     staged = device.allocate(len(window) * LAYERS * PAGE).reshape(len(window), -1)
-    torch.cuda._sleep(200_000_000)
+    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
     for flat in memory:
         flat.fill_(7)
     device.gather(window, staged, device.mark())
@@ -78,7 +78,7 @@ def test_a_load_waits_for_the_engine_to_zero_its_blocks() -> None:
     device, memory, window = setup()
     staged = device.allocate(len(window) * LAYERS * PAGE).reshape(len(window), -1)
     staged[...] = 9
-    torch.cuda._sleep(200_000_000)
+    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
     for flat in memory:
         flat.zero_()
     device.scatter(window, staged, None, device.mark())

@@ -2,7 +2,8 @@
 
 Started by the tests with a JSON object in argv: ``model``, ``rounds`` (each a
 list of prompts as token ids or text; the prefix cache is reset between
-rounds), ``extra`` (akv's settings, or null for vLLM without akv).
+rounds), ``extra`` (akv's settings, or null for vLLM without akv), ``stay``
+(live on until standard input is closed).
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ def main() -> None:
                 break
         else:
             raise SystemExit("the prefix cache could not be reset")
-    print("RESULT " + json.dumps(rounds))
+    print("RESULT " + json.dumps(rounds), flush=True)
+    if job.get("stay"):
+        # What this engine lends to a pool is there for as long as it lives.
+        sys.stdin.read()
 
 
 if __name__ == "__main__":

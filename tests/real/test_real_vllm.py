@@ -8,11 +8,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from mooncake_master import Master
 
+from akv.store.mooncake.client import MissingMooncakeError
 from smollm2 import default_model_dir, ensure_model
 
 if TYPE_CHECKING:
@@ -56,32 +60,67 @@ def store() -> Iterator[str]:
     shutil.rmtree(folder)
 
 
+@contextmanager
+def engine(
+    model: Path,
+    rounds: list[list[Any]],
+    extra: dict[str, Any] | None,
+    *,
+    stay: bool = False,
+) -> Iterator[Any]:
+    """One engine process, and the answers that it gave."""
+    job = {"model": str(model), "rounds": rounds, "extra": extra, "stay": stay}
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(
+            [sys.executable, str(Path(__file__).parent / "ask.py"), json.dumps(job)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=os.environ
+            | {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONWARNINGS": "ignore"},
+        ) as process,
+    ):
+        assert process.stdout is not None
+        assert process.stdin is not None
+        watchdog = threading.Timer(400, process.kill)
+        watchdog.start()
+        try:
+            for line in process.stdout:
+                if line.startswith("RESULT "):
+                    yield json.loads(line.removeprefix("RESULT "))
+                    break
+            else:
+                log.seek(0)
+                pytest.fail(f"no result from the engine:\n{log.read()[-4000:]}")
+        finally:
+            process.stdin.close()
+            process.wait(60)
+            watchdog.cancel()
+
+
 def ask(model: Path, rounds: list[list[Any]], extra: dict[str, Any] | None) -> Any:
-    """Run one engine process."""
-    job = {"model": str(model), "rounds": rounds, "extra": extra}
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "ask.py"), json.dumps(job)],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-        env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONWARNINGS": "ignore"},
-    )
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
-            return json.loads(line.removeprefix("RESULT "))
-    pytest.fail(f"no result, exit status {done.returncode}:\n{done.stderr[-4000:]}")
+    """The answers of an engine process that has ended."""
+    with engine(model, rounds, extra) as answers:
+        return answers
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> Any:
+    """What vLLM answers without akv."""
+    (answers,) = ask(model, [PROMPTS], None)
+    assert "Paris" in answers[0]["text"]
+    return answers
 
 
 def test_words_are_the_same_and_hits_are_as_the_rounding_rule_says(
-    model: Path, store: str
+    model: Path, store: str, plain: Any
 ) -> None:
     """Without akv, cold, after a cache reset, and in a new process."""
-    (plain,) = ask(model, [PROMPTS], None)
     cold, reset = ask(model, [PROMPTS, PROMPTS], {"store": store})
     (again,) = ask(model, [PROMPTS], {"store": store})
     texts = [answer["text"] for answer in plain]
-    assert "Paris" in texts[0]
     for name, answers in (
         ("cold", cold),
         ("after reset", reset),
@@ -92,3 +131,24 @@ def test_words_are_the_same_and_hits_are_as_the_rounding_rule_says(
     predicted = [(answer["tokens"] - 1) // BLOCK * BLOCK for answer in plain]
     assert [answer["cached"] for answer in reset] == predicted
     assert [answer["cached"] for answer in again] == predicted
+
+
+def test_a_second_engine_answers_from_the_blocks_of_the_first_in_a_mooncake_pool(
+    model: Path, plain: Any
+) -> None:
+    """Two engine processes, one master, the same words."""
+    try:
+        master = Master()
+    except MissingMooncakeError as error:
+        pytest.skip(str(error))
+    with master:
+        url = master.url(protocol="tcp", segment="256MiB", hostname="127.0.0.1")
+        extra = {"store": url}
+        with engine(model, [PROMPTS], extra, stay=True) as (first,):
+            (second,) = ask(model, [PROMPTS], extra)
+    texts = [answer["text"] for answer in plain]
+    assert [answer["text"] for answer in first] == texts
+    assert [answer["text"] for answer in second] == texts
+    assert [answer["cached"] or 0 for answer in first] == [0] * len(PROMPTS)
+    predicted = [(answer["tokens"] - 1) // BLOCK * BLOCK for answer in plain]
+    assert [answer["cached"] for answer in second] == predicted
