@@ -19,6 +19,7 @@ from akv.store.local import filesystem
 from akv.store.local.address import default_capacity
 from akv.store.local.records import Record
 from akv.store.local.slab import SlabState
+from akv.store.local.ticks import now_ms
 from akv.testing import empty_buffer, is_value_of, key_of, value_of
 
 if TYPE_CHECKING:
@@ -145,6 +146,22 @@ def test_only_its_user_can_read_a_store(shared_memory: Path) -> None:
             assert path.stat().st_mode & 0o077 == 0, path
 
 
+def test_the_end_of_a_prefix_is_evicted_before_its_beginning(
+    shared_memory: Path,
+) -> None:
+    """Without its beginning the rest could never be found."""
+    chain = [key_of(number) for number in range(192)]
+    with closing(_open(shared_memory, slots=192)) as store:
+        store.put_from(chain, [value_of(key, 100) for key in chain])
+        assert store.exists(chain, promise=True) == [Status.HIT] * 192
+        time.sleep(0.01)
+        fresh = [key_of(number) for number in range(1000, 1064)]
+        store.put_from(fresh, [value_of(key, 100) for key in fresh])
+        found = store.exists(chain)
+    assert found.index(Status.MISS) == 128
+    assert found[128:] == [Status.MISS] * 64
+
+
 def test_the_room_is_really_taken(shared_memory: Path) -> None:
     with closing(_open(shared_memory, slots=1024)):
         facts = (shared_memory / "slab").stat()
@@ -243,7 +260,7 @@ def test_a_clock_that_was_set_back_protects_nothing_for_ever(
 ) -> None:
     with closing(_open(shared_memory, slots=2)) as store:
         _put(store, [key_of(1), key_of(2)])
-        store._opened.slab.ticks.promise([0, 1], 3600.0)
+        store._opened.slab.ticks.promise([0, 1], now_ms() + 3_600_000)
         assert _put(store, [key_of(3)]) == [Status.STORED]
 
 

@@ -25,7 +25,7 @@ from akv.store.local.environment import IndexFullError
 from akv.store.local.index import BATCH, LONGEST_KEY
 from akv.store.local.opening import acquire, release
 from akv.store.local.records import Claim, Record
-from akv.store.local.ticks import LONGEST_LEASE
+from akv.store.local.ticks import LONGEST_LEASE, now_ms
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -95,6 +95,7 @@ class LocalStore:
     ) -> list[Outcome]:
         """Say for each key HIT or MISS."""
         hit, miss = Status.HIT, Status.MISS
+        until = now_ms() + int(self._lease * 1000)
         with self._call() as opened:
             outcomes: list[Outcome] = []
             misses = 0
@@ -102,8 +103,10 @@ class LocalStore:
                 found = opened.index.find(keys[start : start + BATCH])
                 misses += found.count(None)
                 if promise:
+                    # What stands further back in a prefix is evicted first: it is
+                    # of no use without what stands before it.
                     slots = Record.slots(filter(None, found))
-                    opened.slab.ticks.promise(slots, self._lease)
+                    opened.slab.ticks.promise(slots, until - start // BATCH)
                 outcomes += [hit if packed else miss for packed in found]
             self._tally({"hits": len(keys) - misses, "misses": misses})
             return outcomes

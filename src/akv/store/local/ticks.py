@@ -44,9 +44,9 @@ class Ticks:
         wanted[wanted > _horizon(now)] = now
         self._values[slots] = wanted
 
-    def promise(self, slots: Slots, seconds: float) -> None:
-        """Keep ``slots`` from eviction from now on for so long."""
-        self._values[slots] = now_ms() + int(seconds * 1000)
+    def promise(self, slots: Slots, until: int) -> None:
+        """Keep ``slots`` from eviction until then, in ms of :func:`now_ms`."""
+        self._values[slots] = until
 
     def start(self, slots: Slots) -> None:
         """Forget the slots' past: they hold new objects."""
