@@ -82,8 +82,10 @@ def _cells(row: Row) -> tuple[str, ...]:
     if row.ratio is None:
         numbers = row.extra or {}
         shown = f"p99 {_number(row.value.median)}"
-        others = "p50 {p50}, cpu {cpu_p99}, max {max}".format(
-            **{name: _number(value) for name, value in numbers.items()}
+        others = ", ".join(
+            f"{shown_as} {_number(numbers[name])}"
+            for name, shown_as in (("p50", "p50"), ("cpu_p99", "cpu"), ("max", "max"))
+            if name in numbers
         )
         spread = f"p99 {_range(row.value)} us"
         return (row.what, f"{shown} us", others, spread, *_verdict(row))

@@ -1,7 +1,7 @@
 """Measure akv against the plainest way to do the same work.
 
-    python3 noxfile.py -s bench                   everything, under 4 minutes
-    python3 noxfile.py -s bench -- --quick        less data, under 1 minute
+    python3 noxfile.py -s bench                   everything, under 6 minutes
+    python3 noxfile.py -s bench -- --quick        less data, under 2 minutes
     python3 noxfile.py -s bench -- --only store/shm --json figures.json
 
 Every figure is a ratio to something that was measured in the same run: akv and the
@@ -17,6 +17,7 @@ What is measured, and against what:
     session   a load and a save from end to end     numpy copying the same pages, once
     events    a load with the event log on          the same load with it off
     hooks     vLLM's scheduler inside akv's hooks   the target, and the scheduler's step
+    peer      akv in an engine, Mooncake and local  vLLM's own MooncakeStoreConnector
 
 The machine should have nothing else to do: two busy cores more than double the spread.
 """
@@ -37,6 +38,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import case_hooks
 import case_lookup
+import case_peer
 import case_session
 import case_store
 from akv.core.errors import AkvError
@@ -55,6 +57,7 @@ CASES: list[Case] = [
     *case_lookup.CASES,
     *case_session.CASES,
     *case_hooks.CASES,
+    *case_peer.CASES,
 ]
 
 
