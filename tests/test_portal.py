@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -33,6 +32,7 @@ from harness import (
     OBJECT,
     SPACE,
     Memory,
+    descriptors,
     load_spec,
     lookup_spec,
     prompt,
@@ -211,9 +211,6 @@ def test_a_start_that_fails_leaves_nothing_behind() -> None:
 
 def test_fifty_portals_leave_no_thread_and_no_descriptor() -> None:
     """Open and close, again and again, in one process."""
-
-    def descriptors() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
 
     def once() -> None:
         with portal_on(Memory(), MemoryStore(slot_bytes=OBJECT)) as portal:

@@ -24,14 +24,10 @@ from engine.config import (
     build_vllm_config,
     write_model,
 )
+from harness import descriptors
 
 if TYPE_CHECKING:
     from akv.store import BlockStore
-
-
-def descriptors() -> int:
-    """Open files of this process."""
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def akv_threads() -> set[threading.Thread]:
