@@ -6,7 +6,6 @@ import logging
 import socket
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -27,6 +26,8 @@ from engine.config import (
 from harness import descriptors
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from akv.store import BlockStore
 
 
