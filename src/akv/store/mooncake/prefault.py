@@ -10,8 +10,9 @@ the GIL (about 0.25 s a GiB). Where that cannot be done nothing is lost.
 from __future__ import annotations
 
 import ctypes
-import os
 from pathlib import Path
+
+from akv.store.local.filesystem import available_memory
 
 __all__ = ("mappings", "prefault")
 
@@ -41,7 +42,7 @@ def prefault(before: dict[int, int], size: int) -> int:
 
     :param before: the mappings before the set-up
     """
-    if not size or size > _available():
+    if not size or size > available_memory():
         return 0
     new = [
         (start, length)
@@ -60,8 +61,3 @@ def prefault(before: dict[int, int], size: int) -> int:
             break
         done += portion
     return done
-
-
-def _available() -> int:
-    pages = os.sysconf("SC_AVPHYS_PAGES")
-    return pages * os.sysconf("SC_PAGE_SIZE")
