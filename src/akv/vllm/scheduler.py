@@ -456,7 +456,10 @@ class SchedulerSide:
         if tracked.forgot is tracked.answer:
             return
         tracked.forgot = tracked.answer
-        self._known.discard(tracked.request.block_hashes[tracked.stored.stop :])
+        hashes, first = tracked.request.block_hashes, tracked.stored.stop
+        # Blocks are saved in order, so the first one that is missing tells.
+        if first < len(hashes) and hashes[first] in self._known:
+            self._known.discard(hashes[first:])
 
     def _local_blocks(self, request: Request) -> int:
         """About how many leading blocks the engine has itself.
