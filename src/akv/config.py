@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ("Config",)
 
-_GIB = 1 << 30
 _MIB = 1 << 20
 
 

@@ -91,11 +91,16 @@ def check_supported(vllm_config: Any, kv_cache_config: KVCacheConfig) -> None:
         )
 
 
-def object_geometry(kv_cache_config: KVCacheConfig, hash_unit: int) -> Geometry:
-    """How large blocks are, without saying where: for the scheduler's role."""
+def object_geometry(
+    kv_cache_config: KVCacheConfig, hash_unit: int, object_bytes: int | None = None
+) -> Geometry:
+    """How large blocks are, without saying where: for the scheduler's role.
+
+    :param object_bytes: what the worker saw; else it follows from the specs
+    """
     group = kv_cache_config.kv_cache_groups[0]
     spec = group.kv_cache_spec
-    size = spec.unpadded_page_size_bytes * len(group.layer_names)
+    size = object_bytes or spec.unpadded_page_size_bytes * len(group.layer_names)
     region = Region(name="object", memory=0, offset=0, stride=size, size=size)
     return Geometry(
         num_blocks=kv_cache_config.num_blocks,

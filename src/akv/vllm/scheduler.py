@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from akv.core.align import Promise, promise
 from akv.core.errors import AkvError, ConfigError
 from akv.core.events import LoadDeclined, LoadPromised, Observer, SaveDropped
-from akv.core.geometry import Geometry, Group, Region
 from akv.core.keys import EPOCH_BYTES, KeySpace
 from akv.core.recent import RecentSet
 from akv.core.spec import LoadSpec, LookupSpec, SaveSpec, Span
@@ -146,8 +145,8 @@ class SchedulerSide:
         """
         if self._portal is not None:
             return
-        geometry = object_geometry(self._kv_cache_config, self._block)
         facts: dict[str, Any] = {}
+        object_bytes: int | None = None
         if handshake is not None:
             if self._config.store.startswith("memory:") and (
                 handshake.pid != os.getpid()
@@ -159,7 +158,7 @@ class SchedulerSide:
                     "so nothing would ever be found: use local:",
                 )
             facts = handshake.facts
-            geometry = _resized(geometry, handshake.object_bytes)
+            object_bytes = handshake.object_bytes
         else:
             log.warning(
                 "akv: no word from the worker about its memory; blocks are told "
@@ -168,6 +167,7 @@ class SchedulerSide:
         fingerprint = engine_fingerprint(
             self._vllm_config, self._kv_cache_config, facts
         )
+        geometry = object_geometry(self._kv_cache_config, self._block, object_bytes)
         portal = self._portal = Portal.start(
             self._config, geometry, role="scheduler", observer=self._observer
         )
@@ -593,18 +593,6 @@ class SchedulerSide:
         if job.space != self._prefix:
             return  # Stored, but before a reset: nothing is known of after it.
         self._known.update(job.hashes)
-
-
-def _resized(geometry: Geometry, object_bytes: int) -> Geometry:
-    group = geometry.groups[0]
-    region = Region(
-        name="object", memory=0, offset=0, stride=object_bytes, size=object_bytes
-    )
-    return Geometry(
-        num_blocks=geometry.num_blocks,
-        hash_unit=geometry.hash_unit,
-        groups=(Group(block_size=group.block_size, regions=(region,)),),
-    )
 
 
 def _spans(
