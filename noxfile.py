@@ -428,6 +428,14 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", default=False)
 @timed
+def soak(session: nox.Session) -> None:
+    """Keep an engine under pressure for 10 minutes and see whether anything grows."""
+    shared_environment(session)
+    shared_run(session, str(ROOT / "bench" / "soak.py"), *session.posargs)
+
+
+@nox.session(venv_backend="none", default=False)
+@timed
 def docs(session: nox.Session) -> None:
     """Build the documentation and run its examples; each warning is an error."""
     shared_environment(session, "docs")

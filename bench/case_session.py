@@ -6,7 +6,8 @@ save the other way; both through a portal, as vLLM's worker does it. The other s
 copies the same pages with numpy, the faster way in each direction (one call for each
 layer to scatter, one for each page to gather: gathering in one call would make a copy
 more), and nothing else: it copies each byte once where akv copies it twice. The last
-case loads with the event log on, against a load with it off.
+case loads with the log at its default level, with metrics, and with the event log, each
+against the same load with nobody listening.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+from prometheus_client import CollectorRegistry
 
 import akv
+from akv.core.events import NullObserver
 from akv.core.keys import KeySpace, make_keys
 from akv.portal import Portal
 from akv.sinks.fanout import Fanout
 from akv.sinks.jsonl import JsonLines
 from akv.sinks.logs import LogSink
+from akv.sinks.metrics import PrometheusSink
 from akv.store import LocalStore
-from measure import Case, Row, Settings, Side, Skip, Unit, clock, compare
+from measure import Case, Row, Settings, Side, Skip, Target, Unit, clock, compare
 from memory import Rows, fill, need_memory, prefaulted, right_rows, stamp
 
 if TYPE_CHECKING:
@@ -36,7 +40,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from akv.core.events import Observer
+    from akv.core.events import Event, Observer
 
 __all__ = ("CASES",)
 
@@ -269,42 +273,61 @@ def _rows(stage: _Stage, portal: Portal, text: str, settings: Settings) -> list[
     ]
 
 
+class _Switch:
+    """An observer that is another one at each run: same portal, same memory."""
+
+    def __init__(self) -> None:
+        self.to: Observer = NullObserver()
+
+    def on(self, event: Event) -> None:
+        self.to.on(event)
+
+
 def _events(settings: Settings) -> list[Row]:
     tokens = 2048 if settings.quick else 8192
     log = settings.disk / "events.jsonl"
+    registry = CollectorRegistry()
+    written = JsonLines(str(log), role="bench")
+    sinks: dict[str, Observer] = {
+        "log at its default level": Fanout([LogSink(role="bench")]),
+        "metrics": PrometheusSink(registry),
+        "event log on": written,
+    }
+    switch = _Switch()
     with _stage(_SMALL, tokens, settings) as stage:
-        quiet = stage.portal(Fanout([LogSink(role="bench")]))
-        written = JsonLines(str(log), role="bench")
-        noisy = stage.portal(Fanout([LogSink(role="bench"), written]))
+        portal = stage.portal(switch)
         try:
             rows = [
-                _with_and_without(stage, quiet, noisy, blocks, repeats, settings)
-                for blocks, repeats in ((stage.blocks, 2), (1, 100))
+                _with_and_without(stage, portal, switch, name, sink, blocks, settings)
+                for blocks in (stage.blocks, 1)
+                for name, sink in sinks.items()
             ]
         finally:
-            quiet.close()
-            noisy.close()
+            portal.close()
             written.close()
-        _check_log(log, rows)
-        return rows
+    _check_sinks(log, registry, rows)
+    return rows
 
 
 def _with_and_without(
     stage: _Stage,
-    quiet: Portal,
-    noisy: Portal,
+    portal: Portal,
+    switch: _Switch,
+    name: str,
+    sink: Observer,
     blocks: int,
-    repeats: int,
     settings: Settings,
 ) -> Row:
     size = blocks * stage.shape.object_bytes
+    repeats = 2 if blocks > 1 else 100
     ids = stage.ids[:blocks]
 
-    def loads(portal: Portal) -> None:
+    def loads() -> None:
         for _ in range(repeats):
             stage.load(portal, blocks)
 
-    def wipe() -> None:
+    def stand(observer: Observer) -> None:
+        switch.to = observer
         for memory in stage.layers:
             memory[ids] = 0
 
@@ -323,25 +346,30 @@ def _with_and_without(
         stage.put()
 
     what = f"{blocks * stage.shape.block:,} tokens" if blocks > 1 else "one block"
+    side = partial(Side, run=clock(loads), moved=moved)
     return compare(
         "events",
-        f"load {what}, event log on",
-        Side(name="log on", before=wipe, run=clock(lambda: loads(noisy)), moved=moved),
-        Side(name="log off", before=wipe, run=clock(lambda: loads(quiet)), moved=moved),
+        f"load {what}, {name}",
+        side(name="on", before=lambda: stand(sink)),
+        side(name="no events", before=lambda: stand(NullObserver())),
         unit=Unit.MICROSECONDS,
-        rounds=settings.rounds(7),
+        rounds=settings.rounds(11),
         amount=size,
         calls=repeats,
         before_round=to_load,
+        target=Target(1.02, at_least=False) if name.startswith("log ") else None,
     )
 
 
-def _check_log(path: Path, rows: list[Row]) -> None:
-    """Raise if nothing was written: then nothing was measured."""
-    landed = path.read_text(encoding="utf-8").count('"akv.load.landed"')
+def _check_sinks(path: Path, registry: CollectorRegistry, rows: list[Row]) -> None:
+    """Raise if nothing was written, or counted: then nothing was measured."""
+    written = path.read_text(encoding="utf-8").count('"akv.load.landed"')
     path.unlink()
-    if landed < sum(row.rounds for row in rows):
-        raise RuntimeError(f"the event log names {landed} loads")
+    name, labels = "akv_load_seconds_count", {"outcome": "landed"}
+    counted = registry.get_sample_value(name, labels) or 0
+    for what, landed in (("event log", written), ("metrics", counted)):
+        if landed < sum(row.rounds for row in rows) / 3:
+            raise RuntimeError(f"the {what} know of {landed} loads")
 
 
 CASES = [
@@ -355,5 +383,5 @@ CASES = [
         title="load and save pages of 512 KiB (32 layers, blocks of 128)",
         run=partial(_load_and_save, _LARGE, "pages of 512 KiB"),
     ),
-    Case(name="events", title="a load with the event log on and off", run=_events),
+    Case(name="events", title="a load with log, metrics and event log", run=_events),
 ]

@@ -49,6 +49,7 @@ class Unit(Enum):
 
     GB_PER_SECOND = "GB/s"
     MICROSECONDS = "us"
+    COUNT = ""
 
     @property
     def more_is_better(self) -> bool:
@@ -57,6 +58,8 @@ class Unit(Enum):
 
     def figure(self, amount: float, seconds: float) -> float:
         """The figure of ``amount`` (bytes, or calls) in ``seconds``."""
+        if self is Unit.COUNT:
+            return amount
         if self is Unit.GB_PER_SECOND:
             return amount / seconds / 1e9
         return seconds / amount * 1e6

@@ -79,6 +79,8 @@ def _cells(row: Row) -> tuple[str, ...]:
     if row.refused:
         return (row.what, "-", row.against, f"refused: {row.refused}", "", "")
     assert row.value is not None
+    if row.ratio is None and row.unit is Unit.COUNT:
+        return (row.what, _number(row.value.median), row.against, "", *_verdict(row))
     if row.ratio is None:
         numbers = row.extra or {}
         shown = f"p99 {_number(row.value.median)}"

@@ -15,9 +15,12 @@ What is measured, and against what:
     store     put and get of the local store       numpy copying the same values
     lookup    64 and 500 keys that hit              LMDB reading as many records
     session   a load and a save from end to end     numpy copying the same pages, once
-    events    a load with the event log on          the same load with it off
+    events    a load with log, metrics, event log   the same load with nobody listening
     hooks     vLLM's scheduler inside akv's hooks   the target, and the scheduler's step
+    pressure  aborts, hangs and slow puts           deadlines, limits, the calm before
+    flight    many requests, one cold prefix        one request alone
     peer      akv in an engine, Mooncake and local  vLLM's own MooncakeStoreConnector
+    faults    hooks and steps on a failing pool     the targets, and a pool with room
 
 The machine should have nothing else to do: two busy cores more than double the spread.
 """
@@ -36,9 +39,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+import case_faults
+import case_flight
 import case_hooks
 import case_lookup
 import case_peer
+import case_pressure
 import case_session
 import case_store
 from akv.core.errors import AkvError
@@ -58,6 +64,9 @@ CASES: list[Case] = [
     *case_session.CASES,
     *case_hooks.CASES,
     *case_peer.CASES,
+    *case_faults.CASES,
+    *case_pressure.CASES,
+    *case_flight.CASES,
 ]
 
 

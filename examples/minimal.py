@@ -1,4 +1,4 @@
-"""Save the KV blocks of a prompt, ask for them, and load them elsewhere."""
+"""Save the KV blocks of a prompt, look them up, load them elsewhere, cancel a load."""
 
 from __future__ import annotations
 
@@ -54,6 +54,12 @@ async def main() -> None:
         )
         outcome = await session.load(load)
         print("landed", outcome.landed, bool((memory[7 * PAGE :] == 7).all()))
+
+        task = asyncio.create_task(session.load(load))
+        await asyncio.sleep(0)  # it has begun
+        task.cancel()  # as any task; when it has ended, nothing touches the blocks
+        await asyncio.wait([task])
+        print("cancelled", task.cancelled())
 
 
 if __name__ == "__main__":

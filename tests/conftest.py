@@ -9,11 +9,19 @@ from __future__ import annotations
 import os
 import sys
 
+import pytest
+
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    """The loop of tests marked ``anyio``; those about other loops name theirs."""
+    return "asyncio"
 
 
 def pytest_sessionfinish() -> None:

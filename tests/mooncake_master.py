@@ -123,11 +123,16 @@ class Master:
 
 
 class BlackHole:
-    """Takes connections and never says a word."""
+    """Takes connections and never says a word.
 
-    def __init__(self) -> None:
+    :param port: where; 0 for a free one
+    """
+
+    def __init__(self, port: int = 0) -> None:
         self._socket = socket.socket()
-        self._socket.bind((HOST, 0))
+        # A master that has just been killed leaves connections behind.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind((HOST, port))
         self._socket.listen(16)
         self.port = int(self._socket.getsockname()[1])
 
@@ -140,4 +145,8 @@ class BlackHole:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the port, and hang up on whoever waits."""
         self._socket.close()

@@ -68,6 +68,7 @@ def test_a_file_may_be_json(tmp_path: Path) -> None:
         ({"max_load_bytes": -1}, ["max_load_bytes", "-1"]),
         ({"max_pinned_fraction": 1.5}, ["max_pinned_fraction", "at most 1"]),
         ({"on_store_unavailable": "panic"}, ["'panic'", "degrade", "stop"]),
+        ({"prefill_rate": -1}, ["prefill_rate", "tokens in a second"]),
         ({"save_decode": "maybe"}, ["save_decode", "true or false"]),
         ({"namespace": ""}, ["namespace", "letter"]),
         ({"store": 7}, ["store", "give text"]),

@@ -17,14 +17,18 @@ from akv.portal import (
     CancelLoad,
     Ended,
     Forget,
+    KeySpaceSoon,
     LoadEnded,
     Portal,
+    PostKeySpace,
     PostLoad,
     PostLookup,
     PostSave,
     SaveCopiedOut,
     SaveEnded,
+    _Run,
 )
+from akv.session import Session
 from akv.store import BlockStore, MemoryStore
 from akv.testing.stores import GatedStore
 from harness import (
@@ -41,8 +45,6 @@ from harness import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from akv.session import Session
 
 HASHES = prompt(1, 8)
 CONFIG = akv.Config(
@@ -285,3 +287,91 @@ def test_a_forked_child_gets_a_clear_error() -> None:
         os.close(reader)
     assert "forked child" in text
     assert "open another one" in text
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_an_exit_in_a_task_reports_what_it_was_for_and_ends_in_order(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its load and those beside it are reported once; later work is refused with it."""
+    memory = Memory()
+    plain = Session.load
+
+    async def load(self: Session, spec: akv.LoadSpec, *, mark: object = None) -> object:
+        if spec.load_id == 3:
+            raise error
+        return await plain(self, spec, mark=mark)
+
+    monkeypatch.setattr(Session, "load", load)
+    store = GatedStore(MemoryStore(slot_bytes=OBJECT), gated=("get_into",))
+    with portal_on(memory, store) as portal:
+        portal.post([PostLoad(load_spec(HASHES, range(8), load_id=n)) for n in (1, 2)])
+        store.wait_until_held()
+        portal.post([PostLoad(load_spec(HASHES, range(8), load_id=3))])
+        store.open()
+        ended = {
+            e.spec.load_id: e for e in drained(portal, 3) if isinstance(e, LoadEnded)
+        }
+        assert sorted(ended) == [1, 2, 3]
+        assert type(error).__name__ in ended[3].reason
+        portal.close()
+        assert portal.drain() == []
+        portal.post([PostLoad(load_spec(HASHES, range(8), load_id=4))])
+        (late,) = portal.drain()
+        assert isinstance(late, LoadEnded)
+        assert type(error).__name__ in late.reason
+
+
+def test_calls_and_lookups_are_answered_though_their_tasks_never_ran() -> None:
+    """Posted in the turn of the loop in which the portal closes."""
+    for _ in range(200):
+        portal = Portal.start(
+            CONFIG, Memory().geometry, store=MemoryStore(slot_bytes=OBJECT)
+        )
+        answers = [Answer() for _ in range(5)]
+        outcomes: list[object] = []
+
+        def call(portal: Portal = portal, outcomes: list[object] = outcomes) -> None:
+            try:
+                outcomes.append(portal.call(lambda s: s.flush(), timeout=20))
+            except akv.SessionClosedError as error:
+                outcomes.append(error)
+
+        caller = threading.Thread(target=call)
+        caller.start()
+        portal._stop = True
+        portal.post([PostLookup(lookup_spec(HASHES), answer) for answer in answers])
+        started = time.monotonic()
+        assert portal.close()
+        caller.join(10)
+        assert time.monotonic() - started < 5
+        assert len(outcomes) == 1
+        assert all(answer.found is not None for answer in answers)
+
+
+def test_a_call_whose_task_is_cancelled_before_it_begins_is_refused() -> None:
+    """What was begun and never ran is refused when the loop has ended."""
+    portal = Portal("tests")
+    outcomes: list[str] = []
+    soon = KeySpaceSoon()
+
+    async def never(session: Session) -> None:
+        raise AssertionError
+
+    run = _Run(never, lambda: outcomes.append("refused"))
+    answer = Answer()
+    for command in (
+        run,
+        PostLookup(lookup_spec(HASHES), answer),
+        PostLoad(load_spec(HASHES, range(8))),
+        PostKeySpace("tests", b"f" * 16, soon),
+    ):
+        portal._begun[id(command)] = command
+    portal._opened.set_result(None)
+    portal._failed(akv.SessionClosedError("over"))
+    assert outcomes == ["refused"]
+    assert answer.found == 0
+    assert soon.known.is_set()
+    (ended,) = portal.drain()
+    assert isinstance(ended, LoadEnded)
+    portal._bell.close()

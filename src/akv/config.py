@@ -46,8 +46,14 @@ class Config:
     :ivar save_deadline: a save that has not been stored by then is dropped
     :ivar max_load_bytes: staging memory for loads: bytes in flight
     :ivar max_save_bytes: staging memory for saves: bytes in flight
+    :ivar transfer: ``staged``: the store sees akv's own memory only; ``direct``:
+        in a load it writes the engine's blocks; ``auto``: direct where the
+        store's calls cannot hang
     :ivar max_pinned_fraction: share of the engine's blocks that saves may hold
     :ivar save_decode: also save blocks that the model generated
+    :ivar load_or_compute: promise only what is quicker to load than to compute,
+        as far as that has been measured; off promises everything that is found
+    :ivar prefill_rate: tokens that the engine computes in a second; 0 for measured
     :ivar on_store_unavailable: ``degrade`` (serve without a cache) or ``stop``
     :ivar log_events: path of a JSON-lines file with every event, or ``off``
     """
@@ -61,8 +67,11 @@ class Config:
     save_deadline: float = 30.0
     max_load_bytes: int = 128 * _MIB
     max_save_bytes: int = 128 * _MIB
+    transfer: str = "auto"
     max_pinned_fraction: float = 0.25
     save_decode: bool = False
+    load_or_compute: bool = True
+    prefill_rate: float = 0.0
     on_store_unavailable: str = "degrade"
     log_events: str = "off"
 
@@ -86,6 +95,16 @@ class Config:
                 "max_pinned_fraction",
                 self.max_pinned_fraction,
                 "give a share of the engine's blocks above 0 and at most 1",
+            )
+        if not (math.isfinite(self.prefill_rate) and self.prefill_rate >= 0):
+            raise ConfigError(
+                "prefill_rate",
+                self.prefill_rate,
+                "give tokens in a second, as 20000, or 0 to have it measured",
+            )
+        if self.transfer not in {"auto", "direct", "staged"}:
+            raise ConfigError(
+                "transfer", self.transfer, 'write "auto", "direct" or "staged"'
             )
         if self.on_store_unavailable not in {"degrade", "stop"}:
             raise ConfigError(

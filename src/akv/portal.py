@@ -11,16 +11,20 @@ owns what:
 
 Every load that was posted is put into the outbox once, whatever happens to
 its task, to the session or to the loop; every save is put there once when
-the engine's blocks are free and once when it has ended.
+the engine's blocks are free and once when it has ended. Every lookup and every
+call is answered, also where its task never ran. An exit that is raised in a
+task (SystemExit, KeyboardInterrupt) fails what the task was for, closes the
+session in order and is then the reason that everything later is refused with.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import anyio
@@ -117,6 +121,7 @@ class KeySpaceSoon:
     """The key space of a deployment, once the store has told its generation.
 
     Written once, by the loop; ``known`` can be waited for from other threads.
+    It is also set when the session has ended, and ``space`` is then None.
     """
 
     __slots__ = ("known", "space")
@@ -139,7 +144,7 @@ class PostKeySpace:
 class _Run:
     """A function that a blocking caller waits for."""
 
-    function: Callable[[], Coroutine[Any, Any, None]]
+    function: Callable[[Session], Coroutine[Any, Any, None]]
     refused: Callable[[], None]
 
 
@@ -156,6 +161,7 @@ class LoadEnded:
     failed_blocks: tuple[int, ...]
     failed_hashes: tuple[bytes, ...]
     reason: str
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +184,12 @@ Ended: TypeAlias = LoadEnded | SaveCopiedOut | SaveEnded
 
 
 class Portal:
-    """A session on a thread of its own. Made by :meth:`start`."""
+    """A session on a thread of its own. Made by :meth:`start`.
+
+    ``post`` and ``drain`` never wait. ``call`` waits, and is refused where
+    that would stop a loop. ``start`` and ``close`` wait for the session to
+    open and to close; on a running loop use :func:`akv.open_session`.
+    """
 
     def __init__(self, role: str) -> None:
         self._role = role
@@ -188,12 +199,12 @@ class Portal:
         self._woken = False
         self._bell = Bell()
         self._scopes: dict[int, anyio.CancelScope] = {}
-        self._loads: dict[int, LoadSpec] = {}
-        self._saves: dict[int, SaveSpec] = {}
+        self._begun: dict[int, Command] = {}
         self._session: Session | None = None
         self._opened: Future[None] = Future()
         self._failure: str | None = None
         self._stop = False
+        self._exit: BaseException | None = None
         self._thread: threading.Thread | None = None
 
     @classmethod
@@ -225,7 +236,8 @@ class Portal:
             except BaseException as error:  # noqa: BLE001
                 portal._failed(error)
             else:
-                portal._failed(SessionClosedError(f"the {role} session is closed"))
+                closed = SessionClosedError(f"the {role} session is closed")
+                portal._failed(portal._exit or closed)
 
         portal._thread = threading.Thread(
             target=work, name=f"akv-{role}-loop", daemon=True
@@ -266,7 +278,11 @@ class Portal:
             self._bell.ring()
 
     def drain(self) -> list[Ended]:
-        """What has ended since the last call. Never waits."""
+        """What has ended since the last call. Never waits.
+
+        :raises WrongThreadError: used in a forked child
+        """
+        self._check_process()
         ended: list[Ended] = []
         while self._outbox:
             ended.append(self._outbox.popleft())
@@ -279,6 +295,7 @@ class Portal:
             thread that runs a loop: await the session there instead
         :raises TimeoutError: it took longer than ``timeout`` seconds; it has
             been cancelled
+        :raises SessionClosedError: the session ended before the function did
         """
         self._check_process()
         if threading.current_thread() is self._thread:
@@ -292,11 +309,12 @@ class Portal:
             )
         result: Future[T] = Future()
 
-        async def run() -> None:
-            assert self._session is not None
+        async def run(session: Session) -> None:
+            if not result.set_running_or_notify_cancel():
+                return
             try:
                 with anyio.fail_after(timeout):
-                    value = await function(self._session)
+                    value = await function(session)
             except Exception as error:  # noqa: BLE001
                 result.set_exception(error)
             except BaseException:
@@ -306,10 +324,15 @@ class Portal:
                 result.set_result(value)
 
         def refused() -> None:
-            result.set_exception(SessionClosedError(self._failure or "closing"))
+            if not result.done():
+                result.set_exception(SessionClosedError(self._failure or "closing"))
 
         self.post([_Run(run, refused)])
-        return result.result(timeout + 1.0)
+        try:
+            return result.result(timeout + 1.0)
+        except TimeoutError:
+            result.cancel()
+            raise
 
     def close(self, grace: float = CLOSE_GRACE + 1.0) -> bool:
         """End all tasks and the thread; False if it did not end in time.
@@ -345,28 +368,41 @@ class Portal:
 
     def _take(self, session: Session, tasks: anyio.abc.TaskGroup) -> None:
         while self._inbox:
-            match self._inbox.popleft():
-                case PostLookup(spec, answer):
-                    tasks.start_soon(self._lookup, session, spec, answer)
-                case PostLoad(spec, mark):
-                    scope = self._scopes[spec.load_id] = anyio.CancelScope()
-                    self._loads[spec.load_id] = spec
-                    tasks.start_soon(self._load, session, spec, mark, scope)
+            match command := self._inbox.popleft():
                 case CancelLoad(load_id):
                     found = self._scopes.get(load_id)
                     if found is not None:
                         found.cancel()
-                case PostSave(spec, mark):
-                    self._saves[spec.job_id] = spec
-                    tasks.start_soon(self._save, session, spec, mark)
                 case Forget(space, hashes):
                     session.forget(space, 0, hashes)
+                case _:
+                    if isinstance(command, PostLoad):
+                        self._scopes[command.spec.load_id] = anyio.CancelScope()
+                    self._begun[id(command)] = command
+                    tasks.start_soon(self._carry_out, session, command)
+
+    async def _carry_out(self, session: Session, command: Command) -> None:
+        # From here on the command answers for itself, however it ends.
+        del self._begun[id(command)]
+        try:
+            match command:
+                case PostLookup(spec, answer):
+                    await self._lookup(session, spec, answer)
+                case PostLoad(spec, mark):
+                    await self._load(session, spec, mark)
+                case PostSave(spec, mark):
+                    await self._save(session, spec, mark)
                 case PostKeySpace(namespace, fingerprint, soon):
-                    tasks.start_soon(
-                        self._key_space, session, namespace, fingerprint, soon
-                    )
+                    await self._key_space(session, namespace, fingerprint, soon)
                 case _Run(function, _):
-                    tasks.start_soon(function)
+                    await function(session)
+        except anyio.get_cancelled_exc_class():
+            raise
+        except BaseException as error:  # noqa: BLE001
+            # Raised on, it would tear the loop down around the other tasks.
+            self._exit = error
+            self._stop = True
+            self._bell.ring()
 
     async def _key_space(
         self,
@@ -392,23 +428,25 @@ class Portal:
         finally:
             answer.found = found
 
-    async def _load(
-        self, session: Session, spec: LoadSpec, mark: Any, scope: anyio.CancelScope
-    ) -> None:
+    async def _load(self, session: Session, spec: LoadSpec, mark: Any) -> None:
         blocks = tuple(block for span in spec.spans for block in span.block_ids)
         ended = LoadEnded(spec, blocks, (), "cancelled")
+        started = time.monotonic()
         try:
-            with scope:
+            with self._scopes[spec.load_id]:
                 outcome = await session.load(spec, mark=mark)
                 ended = LoadEnded(
                     spec, outcome.failed_blocks, outcome.failed_hashes, outcome.reason
                 )
-        except Exception as error:  # noqa: BLE001
-            ended = LoadEnded(spec, blocks, (), f"{type(error).__name__}: {error}")
+        except anyio.get_cancelled_exc_class():
+            raise
+        except BaseException as error:
+            ended = LoadEnded(spec, blocks, (), _sentence(error))
+            if not isinstance(error, Exception):
+                raise
         finally:
-            self._scopes.pop(spec.load_id, None)
-            self._loads.pop(spec.load_id, None)
-            self._outbox.append(ended)
+            del self._scopes[spec.load_id]
+            self._outbox.append(replace(ended, seconds=time.monotonic() - started))
 
     async def _save(self, session: Session, spec: SaveSpec, mark: Any) -> None:
         copied = False
@@ -423,24 +461,25 @@ class Portal:
         try:
             outcome = await session.save(spec, mark=mark, on_copied=on_copied)
             ended = SaveEnded(spec, outcome.dropped, outcome.reason)
-        except Exception as error:  # noqa: BLE001
-            ended = SaveEnded(spec, len(spec), f"{type(error).__name__}: {error}")
+        except anyio.get_cancelled_exc_class():
+            raise
+        except BaseException as error:
+            ended = SaveEnded(spec, len(spec), _sentence(error))
+            if not isinstance(error, Exception):
+                raise
         finally:
             on_copied()
-            self._saves.pop(spec.job_id, None)
             self._outbox.append(ended)
 
     # When it is over, and for whoever comes later.
 
     def _failed(self, error: BaseException) -> None:
-        self._failure = f"{type(error).__name__}: {error}"
+        self._failure = _sentence(error)
         if not self._opened.done():
             self._opened.set_exception(error)
         # A task that never ran has reported nothing: put it where it is refused.
-        self._inbox.extendleft([PostLoad(spec) for spec in self._loads.values()])
-        self._inbox.extendleft([PostSave(spec, None) for spec in self._saves.values()])
-        self._loads.clear()
-        self._saves.clear()
+        self._inbox.extendleft(reversed(self._begun.values()))
+        self._begun.clear()
         self._refuse()
 
     def _refuse(self) -> None:
@@ -461,6 +500,8 @@ class Portal:
                     self._outbox.append(SaveEnded(spec, len(spec), reason))
                 case _Run(_, refused):
                     refused()
+                case PostKeySpace(_, _, soon):
+                    soon.known.set()
                 case _:
                     pass
 
@@ -470,6 +511,10 @@ class Portal:
                 f"this {self._role} was opened by process {self._pid} and is used "
                 f"in its forked child {os.getpid()}: open another one in the child"
             )
+
+
+def _sentence(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _runs_a_loop() -> bool:

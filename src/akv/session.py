@@ -8,6 +8,7 @@ blocking callers reach it through ``akv.portal``.
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ from urllib.parse import quote
 
 import anyio
 import anyio.to_thread
+from structlog.contextvars import bound_contextvars
 
 from akv.core.errors import (
     ConfigError,
@@ -26,6 +28,7 @@ from akv.core.errors import (
 )
 from akv.core.events import (
     CacheReset,
+    KeySpaceUsed,
     NullObserver,
     Observer,
     SessionClosed,
@@ -33,12 +36,20 @@ from akv.core.events import (
     StoreOpened,
     StoreUnavailable,
 )
-from akv.core.keys import EPOCH_BYTES, BlockKey, Fingerprint, KeySpace, make_keys
+from akv.core.keys import (
+    EPOCH_BYTES,
+    BlockKey,
+    Fingerprint,
+    KeySpace,
+    make_keys,
+    short_name,
+)
 from akv.pipeline.breaker import Breaker
 from akv.pipeline.budget import BufferPool, BufferPoolStatistics
 from akv.pipeline.load import LoadOutcome, LoadPipeline
 from akv.pipeline.lookup import LookupPipeline
 from akv.pipeline.native import NativePool, PoolStatistics
+from akv.pipeline.route import Route
 from akv.pipeline.save import SaveOutcome, SavePipeline
 from akv.store import default_url, open_store
 from akv.store.base import RegistersMemory
@@ -58,11 +69,15 @@ __all__ = ("Session", "SessionStatistics", "open_session")
 CLOSE_GRACE = 5.0
 """Seconds that closing waits for calls that are under way."""
 
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25
+"""Seconds between two questions of whoever waits for a writer."""
+
 _WINDOW_BYTES = 8 << 20
 _THREADS = {
     "lookup": 2,
     "probe": 1,
     "get": 2,
+    "ask": 2,
     "put": 2,
     "save-copy": 1,
     "load-copy": 2,
@@ -95,6 +110,7 @@ class _Movers:
 
     loads: LoadPipeline
     saves: SavePipeline
+    route: Route
     load_staging: BufferPool
     save_staging: BufferPool
 
@@ -145,8 +161,34 @@ class Session:
         Never raises for the store's sake: what is not known by the deadline
         counts as missing. Cancellation: stops the waiting, nothing stays.
         """
-        with self._counted("lookup"):
+        with self._counted("lookup"), bound_contextvars(request_id=spec.request_id):
             return await self._lookups.lookup(spec)
+
+    async def wait_for(self, spec: LookupSpec, *, deadline: float) -> int:
+        """As :meth:`lookup`, but wait until all of ``spec`` is in the store.
+
+        For a reader that was told of blocks before their writer has stored
+        them. Asks again and again, at growing intervals of at most a quarter
+        of a second, until all is there or ``deadline`` seconds have passed; the
+        most that was found then. The same at once while the store is left alone
+        because its calls failed, and when the session closes.
+
+        Cancellation: stops the waiting only.
+
+        :raises ConfigError: ``deadline`` is no finite number above 0
+        """
+        if not (math.isfinite(deadline) and deadline > 0):
+            raise ConfigError("deadline", deadline, "give seconds above 0, as 2.5")
+        wanted = min(len(spec.hashes), spec.askable_blocks) - spec.first_block
+        found = 0
+        pause = _FIRST_PAUSE
+        with anyio.move_on_after(deadline):
+            while found < wanted and self._breaker.closed and not self._closing:
+                found = max(found, await self.lookup(spec))
+                if found < wanted:
+                    await anyio.sleep(pause)
+                    pause = min(2 * pause, _LONGEST_PAUSE)
+        return found
 
     async def load(self, spec: LoadSpec, *, mark: Any = None) -> LoadOutcome:
         """Load whole blocks into the engine's memory, not before ``mark``.
@@ -161,7 +203,7 @@ class Session:
         """
         if self._movers is None:
             self._no_memory()
-        with self._counted("load"):
+        with self._counted("load"), bound_contextvars(request_id=spec.request_id):
             outcome = await self._movers.loads.load(spec, mark)
         self.forget(spec.space, 0, outcome.failed_hashes)
         return outcome
@@ -189,7 +231,7 @@ class Session:
             on_copied()
             self._no_memory()
         try:
-            with self._counted("save"):
+            with self._counted("save"), bound_contextvars(request_id=spec.request_id):
                 return await self._movers.saves.save(spec, mark, on_copied)
         finally:
             if not self._open["save"]:
@@ -221,7 +263,7 @@ class Session:
         generation = await self._pools["lookup"].run(
             lambda: self._store.generation(space.scope)
         )
-        return space.after_reset(generation, space.epoch)
+        return self._used(space.after_reset(generation, space.epoch))
 
     async def reset(self, space: KeySpace) -> KeySpace:
         """Make everything saved in ``space`` unreachable; the next key space.
@@ -235,7 +277,9 @@ class Session:
             lambda: self._store.raise_generation(space.scope)
         )
         self._observer.on(CacheReset(namespace=space.namespace, generation=generation))
-        return space.after_reset(generation, secrets.token_bytes(EPOCH_BYTES))
+        return self._used(
+            space.after_reset(generation, secrets.token_bytes(EPOCH_BYTES))
+        )
 
     async def statistics(self) -> SessionStatistics:
         """Numbers as of now; asks the store from a thread."""
@@ -258,6 +302,18 @@ class Session:
             store_works=self._breaker.closed,
             store=store,
         )
+
+    def _used(self, space: KeySpace) -> KeySpace:
+        self._observer.on(
+            KeySpaceUsed(
+                namespace=space.namespace,
+                fingerprint=space.fingerprint.hex(),
+                generation=space.generation,
+                epoch=space.epoch.hex(),
+                space=short_name(space.prefix),
+            )
+        )
+        return space
 
     def _counted(self, kind: str) -> _Counted:
         if self._closing:
@@ -314,7 +370,7 @@ async def open_session(
     pools = {name: NativePool(name, threads) for name, threads in _THREADS.items()}
     own = store is None
     closing = time.monotonic()
-    failure: Exception | None = None
+    failure: BaseException | None = None
     try:
         if store is None:
             store = await _open(config, geometry, device, pools["lookup"], observer)
@@ -331,6 +387,8 @@ async def open_session(
             tasks.start_soon(
                 breaker.watch, partial(store.exists, [_PROBE_KEY]), pools["probe"]
             )
+            if movers is not None:
+                tasks.start_soon(movers.saves.watch)
             session = Session(
                 store=store,
                 pools=pools,
@@ -348,11 +406,19 @@ async def open_session(
             )
             staging = 0 if movers is None else sum(p.bytes for p in movers.staging)
             observer.on(
-                SessionOpened(role=role, store=store.url, staging_bytes=staging)
+                SessionOpened(
+                    role=role,
+                    store=store.url,
+                    staging_bytes=staging,
+                    block_tokens=geometry.groups[0].block_size,
+                    unix_seconds=time.time(),
+                )
             )
             try:
                 yield session
-            except Exception as error:  # noqa: BLE001
+            except anyio.get_cancelled_exc_class():
+                raise
+            except BaseException as error:  # noqa: BLE001
                 # The host's own error, to be raised as it is and in no group.
                 failure = error
             finally:
@@ -377,6 +443,8 @@ def _register(store: BlockStore, movers: _Movers) -> None:
     if isinstance(store, RegistersMemory):
         for pool in movers.staging:
             store.register(pool.memory)
+        for piece in movers.route.registered():
+            store.register(piece)
 
 
 async def _close_all(pools: dict[str, NativePool]) -> int:
@@ -459,17 +527,24 @@ def _movers(
         )
         for most in (config.max_load_bytes, config.max_save_bytes)
     )
+    route = Route(
+        store,
+        device,
+        geometry,
+        transfer=config.transfer,
+        staged_bytes=window_bytes,
+    )
     return _Movers(
+        route=route,
         loads=LoadPipeline(
             store,
             device,
-            geometry,
             load_staging,
+            route,
             gets=pools["get"],
             copies=pools["load-copy"],
             breaker=breaker,
             deadline=config.load_deadline,
-            window_bytes=window_bytes,
             observer=observer,
         ),
         saves=SavePipeline(
@@ -477,6 +552,7 @@ def _movers(
             device,
             geometry,
             save_staging,
+            asks=pools["ask"],
             puts=pools["put"],
             copies=pools["save-copy"],
             breaker=breaker,

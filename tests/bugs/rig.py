@@ -197,7 +197,8 @@ class CutStore(WrappedStore):
         self, keys: Sequence[BlockKey], buffers: Sequence[Buffer]
     ) -> list[Outcome]:
         """Put what is left of each buffer."""
-        return self.inner.put_from(keys, [buffer[: self._kept] for buffer in buffers])
+        whole = [buffer for buffer in buffers if isinstance(buffer, memoryview)]
+        return self.inner.put_from(keys, [buffer[: self._kept] for buffer in whole])
 
 
 def serve(engine: Engine, prompt: Sequence[int], name: str, max_tokens: int = 3) -> int:

@@ -13,6 +13,8 @@ from bugs.rig import CountingStore, Rig, Watch, serve
 
 import akv
 from akv.core.errors import StoreError
+from akv.core.shed import Marks
+from akv.pipeline.shed import Shedder
 from akv.store import MemoryStore, Status
 from akv.testing.stores import Fault, FaultyStore, GatedStore, WrappedStore
 from engine.shapes import INLINE_SHAPES, Shape
@@ -58,11 +60,21 @@ def test_an_exists_that_raises_ends_its_job_and_spares_the_next(
         assert rig.store.statistics().objects == 4
 
 
+def no_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has found no room is given up at once."""
+    monkeypatch.setattr(
+        "akv.pipeline.save.Shedder", partial(Shedder, marks=Marks(retries=()))
+    )
+
+
 @every_shape
+@pytest.mark.parametrize("retries", [True, False])
 def test_nothing_is_saved_behind_a_block_that_found_no_room_and_later_all_of_it(
-    rig: Rig, shape: Shape
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, shape: Shape, *, retries: bool
 ) -> None:
-    """I3: -200 twice, then ok: no hole, and the next request's save fills it up."""
+    """I3: -200 twice, then ok: tried again, or no hole and filled by the next save."""
+    if not retries:
+        no_retries(monkeypatch)
     refusals = 2
 
     def decide(verb: str, keys: Sequence[BlockKey]) -> Fault | None:
@@ -70,7 +82,7 @@ def test_nothing_is_saved_behind_a_block_that_found_no_room_and_later_all_of_it(
         if verb != "put_from" or not refusals:
             return None
         refusals -= 1
-        return Fault(outcomes={1: Status.NO_ROOM})
+        return Fault(outcomes={len(keys) // 2: Status.NO_ROOM})
 
     rig.through(lambda inner: FaultyStore(inner, decide))
     with rig.engine(max_num_batched_tokens=64, **shape.options) as engine:
@@ -79,8 +91,9 @@ def test_nothing_is_saved_behind_a_block_that_found_no_room_and_later_all_of_it(
             serve(engine, range(129), f"r-{number}", max_tokens=1)
             stored.append(rig.store.statistics().objects)
             assert engine.reset_prefix_cache()
-    # Blocks 0; then 1 anew and 2 refused; then the rest: always a whole prefix.
-    assert stored == [1, 2, 8]
+    # At once; or blocks 0 and 1, then 2 and 3 of what is missing, then the rest:
+    # always a whole prefix.
+    assert stored == ([8, 8, 8] if retries else [2, 4, 8])
     rig.plain()
     with rig.engine() as engine:
         assert serve(engine, range(129), "reader") == 128

@@ -37,7 +37,7 @@ def test_an_exception_anywhere_in_a_load_reports_it_failed_once(
         raise RuntimeError("odd")
 
     if part == "plan":
-        monkeypatch.setattr("akv.pipeline.load.transfer_windows", fail)
+        monkeypatch.setattr("akv.pipeline.route.transfer_windows", fail)
     elif part == "copy":
         monkeypatch.setattr(HostDevice, "scatter", fail)
     else:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,7 +82,41 @@ def test_a_salt_parts_tenants() -> None:
     assert block_hashes([1, 2], 2, salt="a") != block_hashes([1, 2], 2, salt="b")
 
 
+def test_hashes_are_the_same_in_every_version() -> None:
+    """What one version has saved the next one finds."""
+    first, second = block_hashes([1, 2, 3, 2**64 - 1], 2, salt="tenant")
+    assert first.hex() == (
+        "fc12a3a408952778f3fbdc0a25a3ed48072c8299e91e68ec711ea42fd6b79edf"
+    )
+    assert second.hex() == (
+        "788c6c24949b99b1f8eef1f514ba1f7b09a8eba982e39a40e4deaaeb84c3c1e9"
+    )
+
+
+def test_an_array_of_tokens_is_as_good_as_a_list() -> None:
+    """Tokenizers give either."""
+    array: Any = np.arange(8, dtype=np.int32)
+    assert block_hashes(array, 4) == block_hashes(range(8), 4)
+
+
 def test_a_block_of_no_tokens_is_refused() -> None:
     """The message names what is needed."""
     with pytest.raises(ValueError, match="at least 1"):
         block_hashes([1], 0)
+
+
+@pytest.mark.parametrize("token", [-1, 2**64, 1.5, "7", None])
+def test_what_is_no_token_id_is_refused_with_its_place(token: Any) -> None:
+    """Rounding it or hashing its text would make blocks equal that are not."""
+    with pytest.raises(ValueError, match=re.escape(f"tokens[2] is {token!r}: give")):
+        block_hashes([1, 2, token, 4], 2)
+
+
+def test_a_block_size_or_salt_of_another_type_is_refused() -> None:
+    """The message names the field, what it was and what to give."""
+    size: Any = 2.0
+    with pytest.raises(TypeError, match=r"block_size is 2\.0: give a whole number"):
+        block_hashes([1, 2], size)
+    salt: Any = b"tenant"
+    with pytest.raises(TypeError, match="salt is b'tenant': give text"):
+        block_hashes([1, 2], 2, salt=salt)

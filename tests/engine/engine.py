@@ -469,6 +469,7 @@ class Engine:
         envelope = StepEnvelope(
             scheduler_output=output, fresh_blocks=fresh, salts=salts
         )
+        self.monitor.begin_step()
         return self.worker.execute(envelope)
 
     def _update(self, output: Any, model_output: Any) -> None:
@@ -498,6 +499,7 @@ class Engine:
         )
         for request in ended:
             self.finish_reasons[request.request_id] = "abort"
+            self.monitor.note_abort(request.request_id)
             self._progressed()
 
     # Stalls.

@@ -8,7 +8,9 @@ scheduler took, and checks every report before vLLM sees it.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ProtocolError
@@ -18,7 +20,27 @@ if TYPE_CHECKING:
 
     from engine.config import EngineConfig
 
-__all__ = ["Monitor"]
+__all__ = ["Monitor", "ReportedLoad"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportedLoad:
+    """One load that was reported, and the seconds that it took to get there.
+
+    Attributes:
+        seconds: from the scheduler's taking it to the report.
+        since_abort: from the request's abort to the report; None if it lived on.
+        same_step: the request was aborted in the step that brought the report.
+        blocks: how many blocks it was to fill.
+        failed: whether some of them were reported as failed.
+    """
+
+    request_id: str
+    seconds: float
+    since_abort: float | None
+    same_step: bool
+    blocks: int
+    failed: bool
 
 
 class Monitor:
@@ -29,6 +51,9 @@ class Monitor:
         loads: the tokens of each load that the scheduler took, by request.
         outstanding: the requests whose load has not been reported, with its blocks.
         reports: how often each id was reported.
+        reported: every load that was reported, in order.
+        lookup_seconds: for each lookup that had to be waited for, the time from the
+            first "ask again" to the first answer.
     """
 
     def __init__(self, config: EngineConfig, connector: Any) -> None:
@@ -38,6 +63,12 @@ class Monitor:
         self.loads: dict[str, list[int]] = {}
         self.outstanding: dict[str, frozenset[int]] = {}
         self.reports: Counter[str] = Counter()
+        self.reported: list[ReportedLoad] = []
+        self.lookup_seconds: list[float] = []
+        self._taken: dict[str, float] = {}
+        self._aborted: dict[str, float] = {}
+        self._aborted_now: set[str] = set()
+        self._asking: dict[str, float] = {}
         self._delayed: set[str] = set()
         self._asynchronous: dict[str, bool] = {}
         self._synchronous_blocks: set[int] = set()
@@ -54,6 +85,17 @@ class Monitor:
         connector.request_finished_all_groups = self._watch_finished(
             connector.request_finished_all_groups
         )
+
+    def begin_step(self) -> None:
+        """A step was handed to the runner; aborts from here on are during it."""
+        self._aborted_now.clear()
+
+    def note_abort(self, request_id: str) -> None:
+        """A request was aborted; its load, if one is open, is still to be reported."""
+        self._asking.pop(request_id, None)
+        if request_id in self.outstanding:
+            self._aborted[request_id] = time.monotonic()
+            self._aborted_now.add(request_id)
 
     def check_report(self, report: Any) -> None:
         """Judge one step's ``KVConnectorOutput``.
@@ -84,8 +126,11 @@ class Monitor:
                         else "though no load was asked"
                     )
                 )
-            del self.outstanding[request_id]
+            blocks = self.outstanding.pop(request_id)
             self.reports[request_id] += 1
+            self._note_reported(
+                request_id, blocks, failed=bool(blocks & set(report.invalid_block_ids))
+            )
         for request_id in report.finished_sending or ():
             if request_id not in self._delayed:
                 raise ProtocolError(
@@ -93,6 +138,22 @@ class Monitor:
                     "keep its blocks"
                 )
             self._delayed.discard(request_id)
+
+    def _note_reported(
+        self, request_id: str, blocks: frozenset[int], *, failed: bool
+    ) -> None:
+        now = time.monotonic()
+        aborted = self._aborted.pop(request_id, None)
+        self.reported.append(
+            ReportedLoad(
+                request_id=request_id,
+                seconds=now - self._taken.pop(request_id),
+                since_abort=None if aborted is None else now - aborted,
+                same_step=request_id in self._aborted_now,
+                blocks=len(blocks),
+                failed=failed,
+            )
+        )
 
     def _promised_blocks(self) -> set[int]:
         return self._synchronous_blocks.union(*self.outstanding.values())
@@ -105,6 +166,7 @@ class Monitor:
             answer: tuple[int | None, bool] = (tokens, asynchronous)
             self.answers.setdefault(request.request_id, []).append(answer)
             self._asynchronous[request.request_id] = asynchronous
+            self._note_asked(request.request_id, waiting=tokens is None)
             if not tokens:
                 if asynchronous:
                     raise ProtocolError(
@@ -116,6 +178,13 @@ class Monitor:
             return answer
 
         return get_num_new_matched_tokens
+
+    def _note_asked(self, request_id: str, *, waiting: bool) -> None:
+        now = time.monotonic()
+        if waiting:
+            self._asking.setdefault(request_id, now)
+        elif request_id in self._asking:
+            self.lookup_seconds.append(now - self._asking.pop(request_id))
 
     def _check_rounding(self, request: Any, local: int, tokens: int) -> None:
         if not self._config.strict_rounding:
@@ -144,6 +213,7 @@ class Monitor:
         held = frozenset(blocks.get_block_ids()[0])
         if self._asynchronous[request_id]:
             self.outstanding[request_id] = held
+            self._taken[request_id] = time.monotonic()
         else:
             self._synchronous_blocks |= held
 

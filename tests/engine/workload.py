@@ -11,6 +11,7 @@ the connector's own threads allow.
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from engine.errors import StallError
 if TYPE_CHECKING:
     from engine.engine import Engine
 
-__all__ = ["Workload", "WorkloadReport", "run_workload"]
+__all__ = ["Forest", "Workload", "WorkloadReport", "run_workload"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +79,70 @@ def run_workload(
         raise
 
 
+class Forest:
+    """Prompts that share prefixes: the same seed has the same branches.
+
+    Args:
+        dice: decides which prompt comes next; shared with whoever else needs it.
+    """
+
+    def __init__(
+        self, engine: Engine, seed: int, workload: Workload, dice: random.Random
+    ) -> None:
+        self._size = engine.config.block_size
+        self._vocabulary = engine.oracle.vocab_size
+        self._seed = seed
+        self._workload = workload
+        self._random = dice
+        self._branches: dict[tuple[int, ...], list[int]] = {}
+
+    def prompt(self) -> list[int]:
+        """A walk down shared branches and a tail, cut around a block's border."""
+        size, workload = self._size, self._workload
+        path: tuple[int, ...] = (self._random.randrange(workload.roots),)
+        tokens = list(self._branch(path))
+        while len(path) < workload.depth and self._random.random() < 0.7:
+            path = (*path, self._random.randrange(workload.branching))
+            tokens += self._branch(path)
+        match self._random.randrange(4):
+            case 0:
+                return tokens[: max(size, len(tokens) // size * size)]
+            case 1:
+                return [*tokens, self._token()]
+            case 2:
+                return tokens[: self._random.randint(1, len(tokens))]
+        tail = self._random.randint(1, 3 * size)
+        return tokens + [self._token() for _ in range(tail)]
+
+    def longest(self) -> list[list[int]]:
+        """Every walk to the end; together they hold all shared branches."""
+        workload = self._workload
+        turns = itertools.product(range(workload.branching), repeat=workload.depth - 1)
+        return [
+            [
+                token
+                for depth in range(workload.depth)
+                for token in self._branch((root, *turn[:depth]))
+            ]
+            for turn in turns
+            for root in range(workload.roots)
+        ]
+
+    def _branch(self, path: tuple[int, ...]) -> list[int]:
+        if path not in self._branches:
+            own = random.Random(f"{self._seed}/{path}")
+            length = own.randint(1, self._workload.branch_blocks) * self._size
+            if own.random() < 0.5:
+                length += own.randrange(self._size)
+            self._branches[path] = [
+                own.randrange(self._vocabulary) for _ in range(length)
+            ]
+        return self._branches[path]
+
+    def _token(self) -> int:
+        return self._random.randrange(self._vocabulary)
+
+
 class _Traffic:
     def __init__(
         self, engine: Engine, seed: int, workload: Workload, requests: int | None
@@ -87,7 +152,7 @@ class _Traffic:
         self._workload = workload
         self._random = random.Random(seed)
         self._left = workload.requests if requests is None else requests
-        self._branches: dict[tuple[int, ...], list[int]] = {}
+        self._forest = Forest(engine, seed, workload, self._random)
         self._names: list[str] = []
         self._lull = False
         self._resets = 0
@@ -144,44 +209,13 @@ class _Traffic:
         workload, index = self._workload, len(self._names)
         salt = f"tenant-{index % 2}" if self._chance(workload.salted_rate) else None
         name = self._engine.add_request(
-            self._prompt(),
+            self._forest.prompt(),
             self._random.randint(1, workload.max_tokens),
             f"s{self._seed}-{index}",
             cache_salt=salt,
             priority=self._random.randrange(workload.priorities),
         )
         self._names.append(name)
-
-    def _prompt(self) -> list[int]:
-        size = self._engine.config.block_size
-        path: tuple[int, ...] = (self._random.randrange(self._workload.roots),)
-        tokens = list(self._branch(path))
-        while len(path) < self._workload.depth and self._chance(0.7):
-            path = (*path, self._random.randrange(self._workload.branching))
-            tokens += self._branch(path)
-        match self._random.randrange(4):
-            case 0:
-                return tokens[: max(size, len(tokens) // size * size)]
-            case 1:
-                return [*tokens, self._token()]
-            case 2:
-                return tokens[: self._random.randint(1, len(tokens))]
-        tail = self._random.randint(1, 3 * size)
-        return tokens + [self._token() for _ in range(tail)]
-
-    def _branch(self, path: tuple[int, ...]) -> list[int]:
-        if path not in self._branches:
-            size = self._engine.config.block_size
-            own = random.Random(f"{self._seed}/{path}")
-            length = own.randint(1, self._workload.branch_blocks) * size
-            if own.random() < 0.5:
-                length += own.randrange(size)
-            vocabulary = self._engine.oracle.vocab_size
-            self._branches[path] = [own.randrange(vocabulary) for _ in range(length)]
-        return self._branches[path]
-
-    def _token(self) -> int:
-        return self._random.randrange(self._engine.oracle.vocab_size)
 
     def _disturb(self) -> None:
         workload, engine = self._workload, self._engine

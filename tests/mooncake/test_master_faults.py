@@ -176,13 +176,12 @@ def test_a_restart_between_two_heartbeats_is_noticed(
 def test_a_black_hole_is_given_up_on_soon_and_never_holds_the_interpreter(
     lend: bool,
 ) -> None:
-    with BlackHole() as hole:
-        ticks = _Ticks()
+    with BlackHole() as hole, _Ticks() as ticks:
         begun = time.monotonic()
         with pytest.raises(StoreUnavailableError, match=f"127.0.0.1:{hole.port}"):
             _open_at(hole.port, lend=lend)
         assert time.monotonic() - begun < 3
-        assert ticks.longest() < 0.5
+    assert ticks.longest < 0.5
 
 
 def test_a_port_where_nobody_listens_is_given_up_on_at_once() -> None:
@@ -196,11 +195,11 @@ def test_closing_does_not_hang_on_a_silent_master(master: Master) -> None:
     store = joined(master)
     master.stop()
     try:
-        ticks = _Ticks()
-        begun = time.monotonic()
-        store.close()
-        assert time.monotonic() - begun < 3
-        assert ticks.longest() < 0.5
+        with _Ticks() as ticks:
+            begun = time.monotonic()
+            store.close()
+            assert time.monotonic() - begun < 3
+        assert ticks.longest < 0.5
         with pytest.raises(StoreError, match="closed"):
             store.exists([key_of(1)])
     finally:
@@ -261,24 +260,28 @@ def _open_at(port: int, *, lend: bool) -> None:
 
 
 class _Ticks:
-    """Measures for how long no other thread could run."""
+    """Measures for how long no other thread could run.
+
+    :ivar longest: seconds
+    """
 
     def __init__(self) -> None:
-        self._gap = 0.0
+        self.longest = 0.0
         self._go = True
         self._thread = threading.Thread(target=self._tick)
+
+    def __enter__(self) -> _Ticks:
         self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._go = False
+        self._thread.join()
 
     def _tick(self) -> None:
         last = time.monotonic()
         while self._go:
             time.sleep(0.002)
             now = time.monotonic()
-            self._gap = max(self._gap, now - last)
+            self.longest = max(self.longest, now - last)
             last = now
-
-    def longest(self) -> float:
-        """Seconds; ends the measurement."""
-        self._go = False
-        self._thread.join()
-        return self._gap

@@ -178,7 +178,7 @@ def test_clearing_touches_nobody_elses_keys(master: Master) -> None:
         with store._link.use() as client:
             page = store._memory.page.address
             theirs = ["theirs", "akv", "akvx:00", b"tenant-a".hex()]
-            assert client.put(theirs, [page] * 4, [8] * 4) == [0] * 4
+            assert client.put(theirs, [[(page, 8)]] * 4) == [0] * 4
         put(store, [key_of(number) for number in range(5)])
         store.raise_generation(b"s" * 24)
         assert store.clear(b"") == 5

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from store.nursery import Nursery
 
     from akv.core.keys import BlockKey
+    from akv.store import Buffer
 
 SLOT = 4096
 
@@ -287,7 +288,7 @@ def test_a_slot_that_changed_hands_during_the_copy_is_a_miss(
         slab = store._opened.slab
         read = slab.read
 
-        def read_late(slot: int, target: memoryview) -> None:
+        def read_late(slot: int, target: Buffer) -> None:
             store.remove([key])
             store.put_from([key], [value_of(b"another", 100)])
             read(slot, target)

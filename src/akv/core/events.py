@@ -12,20 +12,28 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, fields
-from typing import ClassVar, Protocol
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = (
+    "READING_OFF",
     "BreakerClosed",
     "BreakerOpened",
     "CacheReset",
     "Event",
+    "KeySpaceUsed",
     "LoadCancelled",
     "LoadDeclined",
     "LoadFailed",
+    "LoadJoined",
     "LoadLanded",
     "LoadPromised",
     "LoadStarted",
     "LookupAnswered",
+    "LookupCancelled",
     "LookupExpired",
     "LookupFailed",
     "LookupSkipped",
@@ -34,10 +42,14 @@ __all__ = (
     "MemoryReleased",
     "NullObserver",
     "Observer",
+    "QuarantineFull",
+    "SaveCancelled",
     "SaveCopied",
     "SaveDropped",
     "SaveStarted",
     "SaveStored",
+    "SavesResumed",
+    "SavesShed",
     "SessionClosed",
     "SessionOpened",
     "StoreOpened",
@@ -45,7 +57,14 @@ __all__ = (
     "WindowFetched",
     "WindowPlaced",
     "as_dict",
+    "from_dict",
 )
+
+READING_OFF = "reading is off for this request"
+"""Why nothing was promised to a request that may not read the cache.
+
+Such a request is no miss, and is left out of every hit ratio.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +96,27 @@ def as_dict(event: Event) -> dict[str, object]:
     for item in fields(event):
         values[item.name] = getattr(event, item.name)
     return values
+
+
+def from_dict(values: Mapping[str, Any]) -> Event | None:
+    """The event that :func:`as_dict` made ``values`` of; None for a stranger.
+
+    What the event does not have is left out, and what came to it later has its
+    default, so that logs of other versions can be read.
+    """
+    kind = _kinds().get(str(values.get("event")))
+    if kind is None:
+        return None
+    names = {item.name for item in fields(kind)}
+    try:
+        return kind(**{key: values[key] for key in names & values.keys()})
+    except TypeError:
+        return None
+
+
+@cache
+def _kinds() -> dict[str, type[Event]]:
+    return {kind.name: kind for kind in Event.__subclasses__()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,12 +159,18 @@ class BreakerClosed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOpened(Event):
-    """A session takes work. ``staging_bytes`` is 0 where it moves no blocks."""
+    """A session takes work. ``staging_bytes`` is 0 where it moves no blocks.
+
+    ``block_tokens`` are the tokens of a block; ``unix_seconds`` is the time of day
+    at ``t``, by which logs of several machines are laid side by side.
+    """
 
     name: ClassVar[str] = "akv.session.opened"
     role: str
     store: str
     staging_bytes: int
+    block_tokens: int = 0
+    unix_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,24 +184,48 @@ class SessionClosed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeySpaceUsed(Event):
+    """From now on keys are made in this key space.
+
+    Two deployments find each other's blocks only if all of it is the same.
+    ``space`` is its short name, by which lookups and saves refer to it.
+    """
+
+    name: ClassVar[str] = "akv.key_space.used"
+    namespace: str
+    fingerprint: str
+    generation: int
+    epoch: str
+    space: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LookupStarted(Event):
-    """The store is asked for ``blocks`` blocks from ``first_block`` on."""
+    """The store is asked for ``blocks`` blocks from ``first_block`` on.
+
+    ``space`` is the short name of the key space in which it is asked.
+    """
 
     name: ClassVar[str] = "akv.lookup.started"
     request_id: str
     first_block: int
     blocks: int
+    space: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookupAnswered(Event):
-    """``found`` of the blocks asked for are there, without a gap."""
+    """``found`` of the blocks asked for are there, without a gap.
+
+    ``missed`` is the short name of the first block that is not.
+    """
 
     name: ClassVar[str] = "akv.lookup.answered"
     request_id: str
     first_block: int
     found: int
     seconds: float
+    missed: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +250,15 @@ class LookupFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LookupCancelled(Event):
+    """A lookup ended because nobody waits for it any longer."""
+
+    name: ClassVar[str] = "akv.lookup.cancelled"
+    request_id: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LookupSkipped(Event):
     """The store was not asked, and why."""
 
@@ -190,7 +269,13 @@ class LookupSkipped(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPromised(Event):
-    """The engine was promised tokens ``[local, usable)``."""
+    """The engine was promised tokens ``[local, usable)``.
+
+    ``land_seconds`` is when the ``bytes``, with ``queued_bytes`` of other loads
+    before them, were expected to land, and ``compute_seconds`` when the engine
+    would have computed as much; null where that is not known. ``reason`` says why
+    it was not all that was found, or why in spite of the numbers.
+    """
 
     name: ClassVar[str] = "akv.load.promised"
     request_id: str
@@ -198,11 +283,20 @@ class LoadPromised(Event):
     local: int
     hit: int
     usable: int
+    load_id: int = 0
+    bytes: int = 0
+    queued_bytes: int = 0
+    land_seconds: float | None = None
+    compute_seconds: float | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadDeclined(Event):
-    """Nothing was promised, and why."""
+    """Nothing was promised, and why.
+
+    The seconds are those of :class:`LoadPromised`, where they were the reason.
+    """
 
     name: ClassVar[str] = "akv.load.declined"
     request_id: str
@@ -210,17 +304,37 @@ class LoadDeclined(Event):
     local: int
     hit: int
     reason: str
+    bytes: int = 0
+    queued_bytes: int = 0
+    land_seconds: float | None = None
+    compute_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadJoined(Event):
+    """A request waits for the load of another one, ``leader``.
+
+    That load, ``load_id``, brings tokens ``[local, usable)`` of this one, too.
+    """
+
+    name: ClassVar[str] = "akv.load.joined"
+    request_id: str
+    leader: str
+    load_id: int
+    local: int
+    usable: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadStarted(Event):
-    """A load has become a task."""
+    """A load has become a task, with so many seconds to land."""
 
     name: ClassVar[str] = "akv.load.started"
     request_id: str
     load_id: int
     objects: int
     bytes: int
+    deadline: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +351,7 @@ class WindowFetched(Event):
     objects: int
     bytes: int
     failed: int
+    shared: bool
     wait_seconds: float
     seconds: float
 
@@ -291,13 +406,18 @@ class LoadCancelled(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveStarted(Event):
-    """A save has become a task."""
+    """A save has become a task.
+
+    ``block`` is the short name of its first block, ``space`` that of the key space.
+    """
 
     name: ClassVar[str] = "akv.save.started"
     request_id: str
     job_id: int
     objects: int
     bytes: int
+    space: str = ""
+    block: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,12 +445,46 @@ class SaveStored(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveDropped(Event):
-    """``objects`` will not be saved, and nothing behind them either."""
+    """``objects`` will not be saved, and nothing behind them either.
+
+    ``block`` is the short name of the first one; ``job_id`` is 0 where the drop
+    came before there was a job.
+    """
 
     name: ClassVar[str] = "akv.save.dropped"
     request_id: str
     objects: int
     reason: str
+    job_id: int = 0
+    block: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveCancelled(Event):
+    """A save ended in the middle, as its session closes or nobody wants it."""
+
+    name: ClassVar[str] = "akv.save.cancelled"
+    request_id: str
+    job_id: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavesShed(Event):
+    """The store is slow or full: saves are dropped but for a trickle that tries it."""
+
+    name: ClassVar[str] = "akv.saves.shed"
+    url: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavesResumed(Event):
+    """A try went well, after ``seconds``: saves begin again as they come."""
+
+    name: ClassVar[str] = "akv.saves.resumed"
+    url: str
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,6 +495,15 @@ class MemoryQuarantined(Event):
     bytes: int
     total_bytes: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuarantineFull(Event):
+    """As much memory is in quarantine as may be: nothing moves till calls end."""
+
+    name: ClassVar[str] = "akv.memory.quarantine_full"
+    bytes: int
+    limit_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,15 +7,17 @@ thread and must return at once.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from akv.core.plan import Window
 
-__all__ = ("Device", "Staged")
+__all__ = ("BlockBytes", "Device", "ReachableMemory", "Staged")
 
 Staged = npt.NDArray[np.uint8]
 """Staging of one window: ``[objects, object_bytes]``, contiguous, akv's own."""
@@ -52,4 +54,45 @@ class Device(Protocol):
         Not before ``mark``. When it returns no copy can touch the blocks any
         more.
         """
+        ...
+
+
+class BlockBytes(Protocol):
+    """One block's bytes in the engine's memory; a store takes it for a buffer."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole object."""
+        ...
+
+    @property
+    def runs(self) -> Sequence[tuple[int, int]]:
+        """Address and bytes of each run, in an object's order."""
+        ...
+
+    def fill(self, source: memoryview) -> None:
+        """Copy an object into the block."""
+        ...
+
+    def drain(self, target: memoryview) -> None:
+        """Copy the block into an object."""
+        ...
+
+
+@runtime_checkable
+class ReachableMemory(Protocol):
+    """A device whose memory the CPU, and so a store, can reach by itself."""
+
+    @property
+    def memory(self) -> Sequence[memoryview]:
+        """The engine's memory, piece by piece, for stores that register it."""
+        ...
+
+    @property
+    def run_bytes(self) -> int:
+        """The length of a run of a block's bytes, on the average."""
+        ...
+
+    def blocks(self, window: Window) -> Sequence[BlockBytes]:
+        """The window's blocks, in its order."""
         ...

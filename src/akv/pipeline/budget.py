@@ -5,7 +5,9 @@ window. Who waits for a buffer holds none but those of native calls and copies
 that are under way, and these come back when the call ends, whether the wait
 succeeds or not. So two loads, or two saves, can never each hold what the other
 needs. A buffer whose native call outlived its wait goes to quarantine and is
-back in the pool at the moment the call ends, not before.
+back in the pool at the moment the call ends, not before. When quarantine holds
+its limit nothing is handed out and nobody waits: a store that keeps that much
+is not to be given more.
 
 Used on the loop only.
 """
@@ -18,7 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from akv.core.events import MemoryQuarantined, MemoryReleased, Observer
+from akv.core.errors import StoreError
+from akv.core.events import (
+    MemoryQuarantined,
+    MemoryReleased,
+    Observer,
+    QuarantineFull,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,7 +34,19 @@ if TYPE_CHECKING:
 
     from akv.pipeline.native import Call
 
-__all__ = ("BufferPool", "BufferPoolStatistics", "StagingBuffer")
+__all__ = (
+    "BufferPool",
+    "BufferPoolStatistics",
+    "QuarantineFullError",
+    "StagingBuffer",
+)
+
+QUARANTINE_SHARE = 0.75
+"""The part of a pool that may be in quarantine."""
+
+
+class QuarantineFullError(StoreError):
+    """No staging memory till calls end that nobody waits for any longer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,12 +62,16 @@ class StagingBuffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferPoolStatistics:
-    """Buffers and their state, as of now."""
+    """Buffers and their state, as of now.
+
+    While ``quarantined`` is at ``quarantine_limit`` nothing is handed out.
+    """
 
     buffers: int
     buffer_bytes: int
     free: int
     quarantined: int
+    quarantine_limit: int
     waiting: int
 
 
@@ -70,6 +94,7 @@ class BufferPool:
         ]
         self._waiters: deque[tuple[anyio.Event, list[StagingBuffer]]] = deque()
         self._quarantined = 0
+        self._limit = max(1, int(self._count * QUARANTINE_SHARE))
         self._observer = observer
 
     @property
@@ -89,17 +114,20 @@ class BufferPool:
             buffer_bytes=self._buffer_bytes,
             free=len(self._free),
             quarantined=self._quarantined,
+            quarantine_limit=self._limit,
             waiting=len(self._waiters),
         )
 
     def acquire_nowait(self) -> StagingBuffer | None:
         """A buffer, if one is free and nobody has waited longer for it."""
-        if self._free and not self._waiters:
+        if self._free and not self._waiters and self._quarantined < self._limit:
             return self._free.pop()
         return None
 
     async def acquire(self) -> StagingBuffer:
         """A buffer, after all who asked before.
+
+        :raises QuarantineFullError: the quarantine is full, now or while waiting
 
         Cancellation: a buffer that was granted in the same moment goes to the
         next in line; nothing is lost.
@@ -107,6 +135,8 @@ class BufferPool:
         buffer = self.acquire_nowait()
         if buffer is not None:
             return buffer
+        if self._quarantined >= self._limit:
+            raise self._full()
         waiter: tuple[anyio.Event, list[StagingBuffer]] = (anyio.Event(), [])
         self._waiters.append(waiter)
         try:
@@ -114,9 +144,11 @@ class BufferPool:
         except BaseException:
             if waiter[1]:
                 self.release(waiter[1].pop())
-            else:
+            elif waiter in self._waiters:
                 self._waiters.remove(waiter)
             raise
+        if not waiter[1]:
+            raise self._full()
         return waiter[1].pop()
 
     def release(self, buffer: StagingBuffer) -> None:
@@ -144,6 +176,7 @@ class BufferPool:
         """Nobody waits for ``call`` any longer; count its buffer until it ends."""
         if call.ended:
             return
+        call.give_up()
         self._quarantined += 1
         self._observer.on(
             MemoryQuarantined(
@@ -153,6 +186,22 @@ class BufferPool:
             )
         )
         call.on_end(self._returned)
+        if self._quarantined == self._limit:
+            self._observer.on(
+                QuarantineFull(
+                    bytes=self._quarantined * self._buffer_bytes,
+                    limit_bytes=self._limit * self._buffer_bytes,
+                )
+            )
+            waiters, self._waiters = self._waiters, deque()
+            for event, _ in waiters:
+                event.set()
+
+    def _full(self) -> QuarantineFullError:
+        return QuarantineFullError(
+            f"{self._quarantined} of {self._count} staging buffers are in quarantine: "
+            "the store has not ended calls that nobody waits for any longer"
+        )
 
     def _returned(self) -> None:
         self._quarantined -= 1

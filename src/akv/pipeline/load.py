@@ -1,16 +1,20 @@
-"""A load: windows from the store into staging, from there into the blocks.
+"""A load: windows from the store into the engine's blocks, mostly by staging.
 
-While one window is placed the next one is fetched. Between windows a
+While one window is placed the next ones are fetched. Between windows a
 cancellation or the deadline acts; in the middle of one, the fetch is left to
-itself with its staging memory in quarantine, and the copy into the engine's
-blocks is waited for, since it alone touches memory that the engine will use
-again. So when ``load`` has ended, however it ended, nothing of akv's touches
-the engine's blocks any more.
+itself with its staging memory in quarantine, and whatever touches the engine's
+blocks is waited for: the copy out of staging, or the fetch itself where the
+store writes the blocks (see ``route``). So when ``load`` has ended, however it
+ended, nothing of akv's touches the engine's blocks any more.
+
+Loads that want the same window share one fetch into staging, as long as one of
+them still wants it; each waits for its own windows and for nothing else.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +32,6 @@ from akv.core.events import (
     WindowPlaced,
 )
 from akv.core.keys import BlockKey, make_keys
-from akv.core.plan import Window, transfer_windows
 from akv.core.states import (
     Admit,
     Expire,
@@ -43,17 +46,25 @@ from akv.core.states import (
     is_final,
     step,
 )
+from akv.pipeline.budget import QuarantineFullError
+from akv.pipeline.native import fence_all
 from akv.store.base import BlockStore, Failure, Outcome, Status
 
 if TYPE_CHECKING:
-    from akv.core.geometry import Geometry
+    from collections.abc import Iterable
+
+    from akv.core.plan import Window
     from akv.core.spec import LoadSpec
     from akv.device.base import Device
     from akv.pipeline.breaker import Breaker
     from akv.pipeline.budget import BufferPool, StagingBuffer
     from akv.pipeline.native import Call, NativePool
+    from akv.pipeline.route import Route
 
 __all__ = ("LoadOutcome", "LoadPipeline")
+
+_FETCHES_AT_ONCE = 3
+"""Windows of one load that are fetched while an earlier one is placed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,22 +87,38 @@ class LoadOutcome:
         return not self.failed_blocks
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A window's keys on their way into staging, for all who want them.
+
+    :ivar buffer: None where they go straight into one load's blocks
+    """
+
+    keys: tuple[BlockKey, ...]
+    buffer: StagingBuffer | None
+    call: Call[list[Outcome]]
+    holders: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Fetch:
-    """A window on its way into a buffer."""
+    """What one load has of a flight; ``shared`` if another one began it."""
 
     window: Window
-    buffer: StagingBuffer
-    call: Call[list[Outcome]]
-    waited: float
+    flight: _Flight
+    shared: bool = False
+    waited: float = 0.0
     started: float
 
 
 class _Run:
     """One load while it runs."""
 
-    def __init__(self, spec: LoadSpec, windows: tuple[Window, ...], mark: Any) -> None:
+    def __init__(
+        self, spec: LoadSpec, windows: tuple[Window, ...], mark: Any, *, direct: bool
+    ) -> None:
         self.spec = spec
+        self.direct = direct
         self.mark = mark
         self.windows = windows
         self.started = time.monotonic()
@@ -110,26 +137,25 @@ class LoadPipeline:
         self,
         store: BlockStore,
         device: Device,
-        geometry: Geometry,
         staging: BufferPool,
+        route: Route,
         *,
         gets: NativePool,
         copies: NativePool,
         breaker: Breaker,
         deadline: float,
-        window_bytes: int,
         observer: Observer,
     ) -> None:
         self._store = store
         self._device = device
-        self._geometry = geometry
         self._staging = staging
+        self._route = route
         self._gets = gets
         self._copies = copies
         self._breaker = breaker
         self._deadline = deadline
-        self._window_bytes = window_bytes
         self._observer = observer
+        self._flights: dict[tuple[BlockKey, ...], _Flight] = {}
 
     async def load(self, spec: LoadSpec, mark: Any = None) -> LoadOutcome:
         """Load what ``spec`` names into the engine's blocks, not before ``mark``.
@@ -143,24 +169,26 @@ class LoadPipeline:
         blocks that has begun is waited for, and ``Cancelled`` is raised; the
         blocks' bytes then mean nothing.
         """
-        windows = transfer_windows(
-            spec.spans,
-            self._geometry,
-            max_bytes=self._window_bytes,
-            max_objects=1024,
-        )
-        run = _Run(spec, windows, mark)
+        direct = self._route.is_direct()
+        windows = self._route.windows(spec.spans, direct=direct)
+        run = _Run(spec, windows, mark, direct=direct)
         self._observer.on(
             LoadStarted(
                 request_id=spec.request_id,
                 load_id=spec.load_id,
                 objects=len(spec),
                 bytes=sum(window.num_bytes for window in windows),
+                deadline=self._deadline,
             )
         )
         try:
             with anyio.move_on_after(self._deadline) as scope:
                 await self._transfer(run)
+        except QuarantineFullError as error:
+            # The breaker has heard of those calls, each when it was given up.
+            run.reason = str(error)
+            run.state = step(run.state, Expire(run.reason))
+            return self._outcome(run)
         except BaseException:
             self._observer.on(
                 LoadCancelled(
@@ -186,40 +214,73 @@ class LoadPipeline:
             return
         run.state = step(run.state, Admit())
         run.state = step(run.state, Admit())
-        ahead: _Fetch | None = None
+        ahead: deque[_Fetch] = deque()
+        begun = 0
         try:
             for number, window in enumerate(run.windows):
-                fetch, ahead = ahead or await self._begin(run, window), None
+                if not ahead:
+                    ahead.append(await self._begin(run, window))
+                    begun = number + 1
+                while begun < len(run.windows) and len(ahead) < _FETCHES_AT_ONCE:
+                    more = self._begin_nowait(run, run.windows[begun])
+                    if more is None:
+                        break
+                    ahead.append(more)
+                    begun += 1
+                fetch = ahead.popleft()
                 try:
                     bad = await self._fetched(run, number, fetch)
                     run.state = step(run.state, Fetched(bad, run.reason))
-                    if not bad and number + 1 < len(run.windows):
-                        ahead = self._begin_nowait(run, run.windows[number + 1])
                     if isinstance(run.state, Placing):
                         await self._place(run, number, fetch, bad)
                 finally:
-                    self._let_go(run, fetch)
+                    await self._let_go(run, [fetch])
                 if is_final(run.state):
                     return
         finally:
-            if ahead is not None:
-                self._let_go(run, ahead)
+            await self._let_go(run, ahead)
 
     async def _begin(self, run: _Run, window: Window) -> _Fetch:
         asked = time.monotonic()
-        return self._fetch(run, window, await self._staging.acquire(), asked)
+        fetch = self._begin_nowait(run, window)
+        if fetch is not None:
+            return fetch
+        keys = self._keys(run.spec, window)
+        buffer = await self._staging.acquire()
+        if keys not in self._flights:
+            return self._fetch(window, keys, buffer, asked)
+        flight = self._flights[keys]
+        # Somebody who has waited longer has begun the same.
+        self._staging.release(buffer)
+        flight.holders += 1
+        now = time.monotonic()
+        return _Fetch(
+            window=window, flight=flight, shared=True, waited=now - asked, started=now
+        )
 
     def _begin_nowait(self, run: _Run, window: Window) -> _Fetch | None:
+        now = time.monotonic()
+        keys = self._keys(run.spec, window)
+        if run.direct:
+            blocks = self._route.blocks(window)
+            call = self._gets.submit(lambda: self._store.get_into(keys, blocks))
+            flight = _Flight(keys, None, call)
+            return _Fetch(window=window, flight=flight, started=now)
+        if keys in self._flights:
+            flight = self._flights[keys]
+            flight.holders += 1
+            return _Fetch(window=window, flight=flight, shared=True, started=now)
         buffer = self._staging.acquire_nowait()
-        if buffer is None:
-            return None
-        return self._fetch(run, window, buffer, time.monotonic())
+        return None if buffer is None else self._fetch(window, keys, buffer, now)
 
     def _fetch(
-        self, run: _Run, window: Window, buffer: StagingBuffer, asked: float
+        self,
+        window: Window,
+        keys: tuple[BlockKey, ...],
+        buffer: StagingBuffer,
+        asked: float,
     ) -> _Fetch:
         started = time.monotonic()
-        keys = self._keys(run.spec, window)
         rows = buffer.rows(len(window), window.object_bytes)
         try:
             call = self._gets.submit(
@@ -228,13 +289,16 @@ class LoadPipeline:
         except BaseException:
             self._staging.release(buffer)
             raise
-        return _Fetch(window, buffer, call, started - asked, started)
+        flight = self._flights[keys] = _Flight(keys, buffer, call)
+        return _Fetch(
+            window=window, flight=flight, waited=started - asked, started=started
+        )
 
     async def _fetched(self, run: _Run, number: int, fetch: _Fetch) -> frozenset[int]:
         window = fetch.window
         places = range(window.first, window.first + len(window))
         try:
-            outcomes: list[Outcome] = await fetch.call.wait()
+            outcomes: list[Outcome] = await fetch.flight.call.wait()
             if len(outcomes) != len(window):
                 outcomes = [Failure("the store answered for other keys")] * len(window)
         except Exception as error:  # noqa: BLE001
@@ -257,8 +321,9 @@ class LoadPipeline:
                 load_id=run.spec.load_id,
                 window=number,
                 objects=len(window),
-                bytes=window.num_bytes,
+                bytes=0 if fetch.shared else window.num_bytes,
                 failed=len(bad),
+                shared=fetch.shared,
                 wait_seconds=fetch.waited,
                 seconds=time.monotonic() - fetch.started,
             )
@@ -268,13 +333,17 @@ class LoadPipeline:
     async def _place(
         self, run: _Run, number: int, fetch: _Fetch, bad: frozenset[int]
     ) -> None:
+        buffer = fetch.flight.buffer
         window = fetch.window
         started = time.monotonic()
+        if buffer is None:
+            self._placed(run, number, len(window) - len(bad), 0.0)
+            return
         rows = None
         if bad:
             good = (n for n in range(len(window)) if window.first + n not in bad)
             rows = np.fromiter(good, dtype=np.intp)
-        staged = fetch.buffer.rows(len(window), window.object_bytes)
+        staged = buffer.rows(len(window), window.object_bytes)
         call = self._copies.submit(
             lambda: self._device.scatter(window, staged, rows, run.mark)
         )
@@ -284,29 +353,50 @@ class LoadPipeline:
             except anyio.get_cancelled_exc_class():
                 if self._copies.withdraw(call):
                     raise
-                with anyio.CancelScope(shield=True):
-                    await call.wait()
+                await call.fence()
                 run.state = step(run.state, Placed(run.reason))
                 raise
         except Exception as error:  # noqa: BLE001
             run.reason = _sentence(error)
             run.state = step(run.state, Expire(run.reason))
             return
+        seconds = time.monotonic() - started
+        self._placed(run, number, len(window) - len(bad), seconds)
+
+    def _placed(self, run: _Run, number: int, objects: int, seconds: float) -> None:
         run.state = step(run.state, Placed(run.reason))
         self._observer.on(
             WindowPlaced(
                 request_id=run.spec.request_id,
                 load_id=run.spec.load_id,
                 window=number,
-                objects=len(window) - len(bad),
-                bytes=(len(window) - len(bad)) * window.object_bytes,
-                seconds=time.monotonic() - started,
+                objects=objects,
+                bytes=objects * run.windows[number].object_bytes,
+                seconds=seconds,
             )
         )
 
-    def _let_go(self, run: _Run, fetch: _Fetch) -> None:
-        run.hung |= not self._gets.withdraw(fetch.call)
-        self._staging.release_after(fetch.buffer, fetch.call)
+    async def _let_go(self, run: _Run, fetches: Iterable[_Fetch]) -> None:
+        """End this load's part in fetches, and a fetch with the last one's part.
+
+        The end of those that write the engine's blocks is waited for.
+        """
+        fences: list[Call[list[Outcome]]] = []
+        for fetch in fetches:
+            flight = fetch.flight
+            flight.holders -= 1
+            if flight.holders:
+                run.hung |= not flight.call.ended
+                continue
+            ended = self._gets.withdraw(flight.call)
+            run.hung |= not ended
+            if flight.buffer is not None:
+                if self._flights.get(flight.keys) is flight:
+                    del self._flights[flight.keys]
+                self._staging.release_after(flight.buffer, flight.call)
+            elif not ended:
+                fences.append(flight.call)
+        await fence_all(fences)
 
     def _keys(self, spec: LoadSpec, window: Window) -> tuple[BlockKey, ...]:
         return make_keys(spec.space, window.group, 0, window.hashes)

@@ -2,31 +2,35 @@
 
 Each lookup is one task. It asks in windows that grow, and the windows that
 come up in one turn of the loop share one call of the store, so that the
-requests of one engine step cost one call and not one each. A lookup holds no
-memory of the engine: when its deadline passes or it is cancelled the waiting
-stops, and a call that is under way ends unwatched.
+requests of one engine step cost one call and not one each. In that call each
+key is asked for once, and who wants to know the same as somebody who has just
+asked waits for that answer. A lookup holds no memory of the engine: when its
+deadline passes or it is cancelled the waiting stops, and a call that is under
+way ends unwatched.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import anyio
 import anyio.abc
+from structlog.contextvars import unbind_contextvars
 
 from akv.core.errors import AkvError, DeadlineError
 from akv.core.events import (
     LookupAnswered,
+    LookupCancelled,
     LookupExpired,
     LookupFailed,
     LookupSkipped,
     LookupStarted,
     Observer,
 )
-from akv.core.keys import BlockKey, make_keys
+from akv.core.keys import BlockKey, make_keys, short_name
 from akv.core.plan import probe_windows
 from akv.store.base import BlockStore, Failure, Outcome, Status
 
@@ -41,6 +45,10 @@ __all__ = ("LookupPipeline", "Unreadable")
 
 _MOST_KEYS = 8192
 """Keys of one call, all lookups of a turn together."""
+
+_JOIN_SHARE = 0.25
+"""Part of the deadline for which others may still join a question: who waits for
+somebody else's call must have time left for an answer."""
 
 
 class Unreadable:
@@ -90,6 +98,7 @@ class _Question:
 
     keys: tuple[BlockKey, ...]
     answered: anyio.Event
+    asked: float = field(default_factory=time.monotonic)
     outcomes: list[Outcome] | None = None
     error: AkvError | None = None
 
@@ -114,6 +123,7 @@ class LookupPipeline:
         self._deadline = deadline
         self._observer = observer
         self._pending: deque[_Question] = deque()
+        self._open: dict[tuple[BlockKey, BlockKey], _Question] = {}
         self._asking = False
         self.unreadable = Unreadable()
 
@@ -143,6 +153,7 @@ class LookupPipeline:
                 request_id=spec.request_id,
                 first_block=spec.first_block,
                 blocks=last - spec.first_block,
+                space=short_name(spec.space),
             )
         )
         found = 0
@@ -176,13 +187,22 @@ class LookupPipeline:
                     seconds=time.monotonic() - started,
                 )
             )
+        except BaseException:
+            self._observer.on(
+                LookupCancelled(
+                    request_id=spec.request_id, seconds=time.monotonic() - started
+                )
+            )
+            raise
         else:
+            end = spec.first_block + found
             self._observer.on(
                 LookupAnswered(
                     request_id=spec.request_id,
                     first_block=spec.first_block,
                     found=found,
                     seconds=time.monotonic() - started,
+                    missed=short_name(spec.hashes[end] if end < last else b""),
                 )
             )
         return found
@@ -200,11 +220,18 @@ class LookupPipeline:
         return len(keys), None
 
     async def _ask(self, keys: tuple[BlockKey, ...]) -> list[Outcome]:
-        question = _Question(keys, anyio.Event())
-        self._pending.append(question)
-        if not self._asking:
-            self._asking = True
-            self._tasks.start_soon(self._ask_all)
+        ends = keys[0], keys[-1]
+        question = self._open.get(ends)
+        if (
+            question is None
+            or question.keys != keys
+            or time.monotonic() - question.asked > _JOIN_SHARE * self._deadline
+        ):
+            question = self._open[ends] = _Question(keys, anyio.Event())
+            self._pending.append(question)
+            if not self._asking:
+                self._asking = True
+                self._tasks.start_soon(self._ask_all)
         await question.answered.wait()
         if question.error is not None:
             raise question.error
@@ -212,6 +239,7 @@ class LookupPipeline:
         return question.outcomes
 
     async def _ask_all(self) -> None:
+        unbind_contextvars("request_id")  # it asks for several requests at once
         try:
             while self._pending:
                 batch: list[_Question] = []
@@ -227,7 +255,9 @@ class LookupPipeline:
             self._asking = False
 
     async def _answer(self, batch: list[_Question]) -> None:
-        keys = [key for question in batch for key in question.keys]
+        keys: Sequence[BlockKey] = batch[0].keys
+        if len(batch) > 1:
+            keys = list(dict.fromkeys(key for one in batch for key in one.keys))
         outcomes: list[Outcome] = []
         failure: AkvError | None = None
         try:
@@ -245,17 +275,25 @@ class LookupPipeline:
             self._breaker.failure(str(failure))
             for question in batch:
                 question.error = failure
-                question.answered.set()
+                self._answered(question)
             return
         if len(outcomes) != len(keys):
             outcomes = [Failure("the store answered for other keys")] * len(keys)
         self._breaker.heard(outcomes)
-        position = 0
+        if len(batch) == 1:
+            batch[0].outcomes = outcomes
+        else:
+            by_key = dict(zip(keys, outcomes, strict=True))
+            for question in batch:
+                question.outcomes = [by_key[key] for key in question.keys]
         for question in batch:
-            end = position + len(question.keys)
-            question.outcomes = outcomes[position:end]
-            position = end
-            question.answered.set()
+            self._answered(question)
+
+    def _answered(self, question: _Question) -> None:
+        ends = question.keys[0], question.keys[-1]
+        if self._open.get(ends) is question:
+            del self._open[ends]
+        question.answered.set()
 
 
 class _StoreFailedError(AkvError):

@@ -4,7 +4,9 @@ A pool has a fixed number of threads and belongs to one kind of work, so that
 hung gets cannot starve lookups. A call that has begun cannot be stopped: who
 waits for it may give up, and the :class:`Call` then still tells when it has
 ended, which is the point from which its memory may be used again. A call
-that has not begun can be withdrawn, and then never begins.
+that has not begun can be withdrawn, and then never begins. A thread whose call
+was given up is replaced, up to a limit; when that is reached as well, calls
+end with an error at once, since nothing would ever come to serve them.
 
 Everything but the work itself runs on the loop. The threads are daemons,
 since a thread that hangs in native code must not keep the process alive;
@@ -23,14 +25,17 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import anyio
 
-from akv.core.errors import AkvError, SessionClosedError
+from akv.core.errors import AkvError, DeadlineError, SessionClosedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-__all__ = ("Bell", "Call", "LoopHandle", "NativePool", "PoolStatistics")
+__all__ = ("Bell", "Call", "LoopHandle", "NativePool", "PoolStatistics", "fence_all")
 
 T = TypeVar("T")
+
+SPARES = 8
+"""Threads that a pool starts in place of such whose call was given up."""
 
 _ring = ctypes.PyDLL(None).eventfd_write
 _ring.argtypes = (ctypes.c_int, ctypes.c_uint64)
@@ -91,8 +96,9 @@ class Call(Generic[T]):
     Made by :meth:`NativePool.submit`; to be used on the loop.
     """
 
-    def __init__(self, function: Callable[[], T]) -> None:
+    def __init__(self, function: Callable[[], T], pool: NativePool) -> None:
         self._function: Callable[[], T] | None = function
+        self._pool = pool
         self.ended_event = anyio.Event()
         self._callbacks: list[Callable[[], None]] = []
         self._result: T | None = None
@@ -120,6 +126,27 @@ class Call(Generic[T]):
             raise self._error
         return cast("T", self._result)
 
+    async def fence(self) -> None:
+        """Wait for its end and for nothing less, where it touches the engine's blocks.
+
+        Cancellation, also a second one by the task's own ``cancel()``, is
+        raised when the call has ended.
+        """
+        cancelled: BaseException | None = None
+        with anyio.CancelScope(shield=True):
+            while not self.ended:
+                try:
+                    await self.ended_event.wait()
+                except anyio.get_cancelled_exc_class() as error:
+                    cancelled = error
+        if cancelled is not None:
+            raise cancelled
+
+    def give_up(self) -> None:
+        """Nobody waits for it any longer; its pool goes on without its thread."""
+        if not self.ended:
+            self._pool._give_up(self)
+
     def _take(self) -> Callable[[], T] | None:
         function, self._function = self._function, None
         return function
@@ -132,32 +159,52 @@ class Call(Generic[T]):
             callback()
 
 
+async def fence_all(calls: Iterable[Call[Any]]) -> None:
+    """:meth:`Call.fence` for each of them; a cancellation is raised at the end."""
+    cancelled: BaseException | None = None
+    for call in calls:
+        try:
+            await call.fence()
+        except anyio.get_cancelled_exc_class() as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStatistics:
-    """Calls of one pool, as of now."""
+    """Calls of one pool, as of now.
+
+    ``given_up`` of the ``running`` ones nobody waits for any longer.
+    """
 
     threads: int
     running: int
     queued: int
     ended: int
+    given_up: int
 
 
 class NativePool:
     """A fixed number of threads for one kind of blocking call, FIFO.
 
     Made and used on the loop. The queue has no bound of its own: who submits
-    holds a permit (staging, a lookup's place), and those are bounded.
+    holds a permit (staging, a lookup's place), and those are bounded. There
+    are never more than ``threads + spares`` threads.
     """
 
-    def __init__(self, name: str, threads: int) -> None:
+    def __init__(self, name: str, threads: int, spares: int = SPARES) -> None:
         self._name = name
         self._limit = threads
+        self._most = threads + spares
         self._loop = LoopHandle()
         self._condition = threading.Condition()
         self._queue: deque[Call[Any]] = deque()
-        self._threads: list[threading.Thread] = []
+        self._threads: set[threading.Thread] = set()
+        self._started = 0
         self._idle = 0
         self._running: set[Call[Any]] = set()
+        self._given_up: set[Call[Any]] = set()
         self._ended = 0
         self._closed = False
 
@@ -169,26 +216,26 @@ class NativePool:
                 running=len(self._running),
                 queued=len(self._queue),
                 ended=self._ended,
+                given_up=len(self._given_up),
             )
 
     def submit(self, function: Callable[[], T]) -> Call[T]:
-        """Queue a call; it begins when a thread is free."""
-        call = Call(function)
+        """Queue a call; it begins when a thread is free.
+
+        Where no thread can come any more, as all hang in calls that were
+        given up, it has ended already: waiting for it raises DeadlineError.
+        """
+        call = Call(function, self)
         with self._condition:
             if self._closed:
                 raise SessionClosedError(f"the {self._name} threads are closed")
-            self._queue.append(call)
-            if self._idle >= len(self._queue):
-                self._condition.notify()
-                return call
-            if len(self._threads) < self._limit:
-                thread = threading.Thread(
-                    target=self._work,
-                    name=f"akv-{self._name}-{len(self._threads)}",
-                    daemon=True,
-                )
-                self._threads.append(thread)
-                thread.start()
+            stuck = self._stuck()
+            if stuck is None:
+                self._queue.append(call)
+                self._staff()
+        if stuck is not None:
+            call._take()
+            call._end(None, stuck)
         return call
 
     async def run(self, function: Callable[[], T]) -> T:
@@ -201,7 +248,8 @@ class NativePool:
         try:
             return await call.wait()
         except BaseException:
-            self.withdraw(call)
+            if not self.withdraw(call):
+                call.give_up()
             raise
 
     def withdraw(self, call: Call[Any]) -> bool:
@@ -231,6 +279,48 @@ class NativePool:
                 await call.ended_event.wait()
         return sum(not call.ended for call in running)
 
+    def _give_up(self, call: Call[Any]) -> None:
+        queued: tuple[Call[Any], ...] = ()
+        with self._condition:
+            if call not in self._running:
+                return
+            self._given_up.add(call)
+            stuck = self._stuck()
+            if stuck is not None:
+                queued = tuple(self._queue)
+                self._queue.clear()
+        if stuck is None:
+            # Soon and not now: whoever gives up may be about to withdraw others.
+            self._loop.post(self._replace)
+        for other in queued:
+            other._take()
+            other._end(None, stuck)
+
+    def _replace(self) -> None:
+        with self._condition:
+            if self._queue:
+                self._staff()
+
+    def _stuck(self) -> DeadlineError | None:
+        if len(self._given_up) < self._most:
+            return None
+        return DeadlineError(
+            f"all {self._most} {self._name} threads hang in calls that were given up"
+        )
+
+    def _staff(self) -> None:
+        if self._idle >= len(self._queue):
+            self._condition.notify()
+        elif len(self._threads) < min(self._limit + len(self._given_up), self._most):
+            thread = threading.Thread(
+                target=self._work,
+                name=f"akv-{self._name}-{self._started}",
+                daemon=True,
+            )
+            self._started += 1
+            self._threads.add(thread)
+            thread.start()
+
     def _work(self) -> None:
         while True:
             with self._condition:
@@ -255,6 +345,12 @@ class NativePool:
                 error.__cause__ = caught
             with self._condition:
                 self._running.discard(call)
+                self._given_up.discard(call)
                 self._ended += 1
+                surplus = len(self._threads) > self._limit + len(self._given_up)
+                if surplus:
+                    self._threads.discard(threading.current_thread())
             self._loop.post(call._end, result, error)
             del call, function, result, error
+            if surplus:
+                return

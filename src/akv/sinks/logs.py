@@ -4,6 +4,11 @@ The host configures, akv only emits: structlog renders into the standard
 library's loggers, so that levels, handlers and formats are the host's, and
 nothing is printed unless the host wants it. What a person must know without
 asking (which store, why there is none, a load that failed) is above debug.
+
+While a session works for a request, ``request_id`` is bound as one of
+structlog's context variables. So a line about what has no request of its own,
+as memory in quarantine, still says whose work brought it about; and what a
+host has bound itself is in akv's lines too.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from akv.core.events import (
     LoadFailed,
     LookupFailed,
     MemoryQuarantined,
+    QuarantineFull,
     SaveDropped,
     SessionClosed,
     StoreOpened,
@@ -42,12 +48,26 @@ _LEVELS: dict[type[Event], int] = {
     LoadFailed: logging.WARNING,
     LookupFailed: logging.WARNING,
     MemoryQuarantined: logging.WARNING,
+    QuarantineFull: logging.WARNING,
     SaveDropped: logging.INFO,
 }
 
 
+_TAKEN = frozenset(
+    vars(logging.LogRecord("", 0, "", 0, "", (), None)) | {"message": 0, "asctime": 0}
+)
+"""Names of a log record's own; the standard library refuses them as extras."""
+
+
 class LogSink:
-    """Writes events to a standard logger through structlog."""
+    """Writes events to a standard logger through structlog.
+
+    Nothing is configured, neither structlog nor the standard library; a
+    logger without handlers gets one that does nothing, as libraries do.
+
+    :param role: bound to every line
+    :param logger: name of the standard logger, whose level decides
+    """
 
     def __init__(self, *, role: str, logger: str = "akv") -> None:
         self._stdlib = logging.getLogger(logger)
@@ -83,4 +103,5 @@ def _render(
     """Fields for hosts that format them, and in the text for those that do not."""
     name = str(fields.pop("event"))
     text = " ".join(f"{key}={value}" for key, value in fields.items())
-    return (f"{name} {text}",), {"extra": dict(fields)}
+    extra = {f"{k}_" if k in _TAKEN else k: value for k, value in fields.items()}
+    return (f"{name} {text}",), {"extra": extra}

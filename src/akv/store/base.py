@@ -23,14 +23,43 @@ __all__ = (
     "BlockStore",
     "Buffer",
     "Failure",
+    "MovesDirectly",
     "Outcome",
     "RegistersMemory",
+    "ScatteredBuffer",
     "Status",
     "StoreStatistics",
 )
 
-Buffer: TypeAlias = memoryview
-"""One object's bytes: C-contiguous, format ``B``; owned by the caller."""
+
+class ScatteredBuffer(Protocol):
+    """One object's bytes where the engine keeps them: several runs, in order.
+
+    The caller owns the memory. Copies come from any thread and do not hold
+    the interpreter's lock for long.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all runs together: the object's length."""
+        ...
+
+    @property
+    def runs(self) -> Sequence[tuple[int, int]]:
+        """Address and bytes of each run."""
+        ...
+
+    def fill(self, source: memoryview) -> None:
+        """Copy ``nbytes`` bytes of ``source`` into the runs."""
+        ...
+
+    def drain(self, target: memoryview) -> None:
+        """Copy the runs into ``target``, which has ``nbytes`` bytes."""
+        ...
+
+
+Buffer: TypeAlias = memoryview | ScatteredBuffer
+"""One object's bytes, owned by the caller: C-contiguous of format ``B``, or runs."""
 
 
 class Status(enum.Enum):
@@ -164,7 +193,7 @@ class RegistersMemory(Protocol):
     An ability of some stores; others do not have these methods.
     """
 
-    def register(self, memory: Buffer) -> None:
+    def register(self, memory: memoryview) -> None:
         """Make ``memory`` known, until ``unregister`` or ``close``.
 
         The caller owns it and keeps it that long.
@@ -173,6 +202,24 @@ class RegistersMemory(Protocol):
         """
         ...
 
-    def unregister(self, memory: Buffer) -> None:
+    def unregister(self, memory: memoryview) -> None:
         """Forget ``memory``; no call that uses it may be under way."""
+        ...
+
+
+@runtime_checkable
+class MovesDirectly(Protocol):
+    """A store that says when the engine's own memory is best given to it.
+
+    Every store takes scattered buffers; whoever hands them over must wait for
+    the call's end before the engine may use that memory, however long the
+    call takes. A store without this property is given akv's own memory.
+    """
+
+    @property
+    def direct_from(self) -> int | None:
+        """The shortest runs, in bytes, that are better moved without a detour.
+
+        None where its calls are better given akv's own memory always.
+        """
         ...

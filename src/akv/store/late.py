@@ -12,7 +12,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from akv.core.errors import StoreUnavailableError
-from akv.store.base import BlockStore, RegistersMemory, StoreStatistics
+from akv.store.base import BlockStore, MovesDirectly, RegistersMemory, StoreStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ class LateStore:
         self._open_now = open_now
         self._lock = threading.Lock()
         self._inner: BlockStore | None = None
-        self._memory: list[Buffer] = []
+        self._memory: list[memoryview] = []
         self._closed = False
 
     @property
@@ -46,6 +46,12 @@ class LateStore:
     def lease(self) -> float:
         """The store's lease; 0 while it is not there."""
         return 0.0 if self._inner is None else self._inner.lease
+
+    @property
+    def direct_from(self) -> int | None:
+        """As the store says; None while it is not there."""
+        inner: object = self._inner
+        return inner.direct_from if isinstance(inner, MovesDirectly) else None
 
     def exists(
         self, keys: Sequence[BlockKey], *, promise: bool = False
@@ -84,7 +90,7 @@ class LateStore:
         """See :class:`~akv.store.base.BlockStore`."""
         return self._there().raise_generation(scope)
 
-    def register(self, memory: Buffer) -> None:
+    def register(self, memory: memoryview) -> None:
         """Register ``memory`` with the store, as soon as it is there."""
         with self._lock:
             self._memory.append(memory)
@@ -92,7 +98,7 @@ class LateStore:
         if inner is not None and isinstance(inner, RegistersMemory):
             inner.register(memory)
 
-    def unregister(self, memory: Buffer) -> None:
+    def unregister(self, memory: memoryview) -> None:
         """Let go of memory that was registered."""
         with self._lock:
             self._memory = [one for one in self._memory if one is not memory]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from akv.core.errors import StoreError
 from akv.store.base import Failure, Outcome, Status, StoreStatistics
+from akv.store.buffers import copy_in, copy_out
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -198,7 +199,7 @@ class MemoryStore:
             return Failure(
                 f"the object has {len(found.value)} bytes, its buffer {buffer.nbytes}"
             )
-        buffer[:] = found.value
+        copy_in(buffer, memoryview(found.value))
         self._hits += 1
         self._use(key, found)
         return Status.HIT
@@ -218,7 +219,9 @@ class MemoryStore:
         if self._capacity and not self._make_room(buffer.nbytes):
             self._no_room += 1
             return Status.NO_ROOM
-        self._contents.objects[key] = _Object(bytes(buffer))
+        value = bytearray(buffer.nbytes)
+        copy_out(buffer, memoryview(value))
+        self._contents.objects[key] = _Object(bytes(value))
         self._contents.used += buffer.nbytes
         self._puts += 1
         return Status.STORED

@@ -18,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from akv.core.errors import AkvError
 from akv.core.keys import BlockKey
 from akv.store.base import BlockStore, Failure, Status
@@ -26,8 +28,6 @@ from akv.testing.values import empty_buffer, is_value_of, key_of, value_of
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-    from akv.store.base import Buffer
 
 __all__ = ("StoreContract",)
 
@@ -265,6 +265,25 @@ class StoreContract:
             store.clear(b"")
             assert store.generation(b"s" * 24) == 1
 
+    def test_objects_in_several_runs_are_put_and_read(self, tmp_path: Path) -> None:
+        with closing(self.open_store(tmp_path)) as store:
+            keys = [key_of(number) for number in range(3)]
+            lengths = ((100,), (1, 7, 64), (300, 300))
+            sources = [
+                _Runs(value_of(key, sum(runs)), runs)
+                for key, runs in zip(keys, lengths, strict=True)
+            ]
+            assert store.put_from(keys, sources) == [Status.STORED] * 3
+            for key, runs in zip(keys, lengths, strict=True):
+                assert self._get(store, key, sum(runs)) == value_of(key, sum(runs))
+            targets = [_Runs(empty_buffer(sum(runs)), runs[::-1]) for runs in lengths]
+            assert store.get_into([*keys, key_of(9)], [*targets, empty_buffer(8)]) == [
+                *[Status.HIT] * 3,
+                Status.MISS,
+            ]
+            for key, target in zip(keys, targets, strict=True):
+                assert is_value_of(key, target.value())
+
     # Several threads.
 
     def test_a_reader_never_sees_half_a_value(self, tmp_path: Path) -> None:
@@ -424,7 +443,7 @@ class StoreContract:
         values = [value_of(key, size) for key in keys]
         assert store.put_from(keys, values) == [Status.STORED] * len(keys)
 
-    def _get(self, store: BlockStore, key: BlockKey, size: int) -> Buffer:
+    def _get(self, store: BlockStore, key: BlockKey, size: int) -> memoryview:
         buffer = empty_buffer(size)
         assert store.get_into([key], [buffer]) == [Status.HIT]
         return buffer
@@ -435,3 +454,32 @@ class StoreContract:
         with ThreadPoolExecutor(len(work)) as pool:
             for done in [pool.submit(each, until) for each in work]:
                 done.result()
+
+
+class _Runs:
+    """An object in runs of these lengths, each in memory of its own."""
+
+    def __init__(self, value: memoryview, lengths: tuple[int, ...]) -> None:
+        parts, position = [], 0
+        for length in lengths:
+            part = np.frombuffer(value, dtype=np.uint8, offset=position, count=length)
+            parts.append(part.copy())
+            position += length
+        self._parts = parts
+        self.nbytes = position
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        return [(part.ctypes.data, part.nbytes) for part in self._parts]
+
+    def value(self) -> memoryview:
+        return np.concatenate(self._parts).data
+
+    def fill(self, source: memoryview) -> None:
+        position = 0
+        for part in self._parts:
+            part.data[:] = source[position : position + part.nbytes]
+            position += part.nbytes
+
+    def drain(self, target: memoryview) -> None:
+        target[:] = self.value()

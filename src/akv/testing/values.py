@@ -8,14 +8,10 @@ what was written. Pure; the caller owns what it gets.
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from akv.core.keys import BlockKey
-
-if TYPE_CHECKING:
-    from akv.store.base import Buffer
 
 __all__ = ("empty_buffer", "is_value_of", "key_of", "value_of")
 
@@ -29,7 +25,7 @@ def key_of(number: int, *, prefix: bytes = b"akv.testing:") -> BlockKey:
     return BlockKey(prefix.ljust(40, b".") + digest.digest())
 
 
-def value_of(key: bytes, size: int) -> Buffer:
+def value_of(key: bytes, size: int) -> memoryview:
     """The one right value of ``size`` bytes for ``key``."""
     start = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
     places = np.arange(-(-size // 8), dtype=np.uint64)
@@ -37,11 +33,11 @@ def value_of(key: bytes, size: int) -> Buffer:
     return words.view(np.uint8)[:size].data
 
 
-def is_value_of(key: bytes, buffer: Buffer) -> bool:
+def is_value_of(key: bytes, buffer: memoryview) -> bool:
     """Whether each byte of ``buffer`` is right."""
     return buffer == value_of(key, buffer.nbytes)
 
 
-def empty_buffer(size: int) -> Buffer:
+def empty_buffer(size: int) -> memoryview:
     """A writable buffer that holds nothing like a value."""
     return memoryview(bytearray(b"\xa5" * size))

@@ -8,6 +8,7 @@ written where it does it.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -24,6 +25,7 @@ from akv.config import Config
 from akv.sinks.fanout import Fanout
 from akv.sinks.jsonl import JsonLines
 from akv.sinks.logs import LogSink
+from akv.sinks.otel import OtelSink
 from akv.vllm.facts import check_supported
 from akv.vllm.metadata import AkvHandshake, AkvMetadata
 from akv.vllm.scheduler import SchedulerSide
@@ -58,8 +60,14 @@ class AkvConnector(KVConnectorBase_V1, SupportsHMA):
         sinks: list[Observer] = [counters, LogSink(role=name, logger="vllm.akv")]
         self._event_log: JsonLines | None = None
         if config.log_events != "off":
-            self._event_log = JsonLines(config.log_events, role=name)
+            self._event_log = JsonLines(
+                config.log_events, role=name, rank=vllm_config.parallel_config.rank
+            )
             sinks.append(self._event_log)
+        self._spans: OtelSink | None = None
+        if vllm_config.observability_config.otlp_traces_endpoint:
+            self._spans = OtelSink()
+            sinks.append(self._spans)
         observer = Fanout(sinks)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -94,6 +102,8 @@ class AkvConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Any) -> None:
         """See :meth:`SchedulerSide.on_new_request`."""
+        if self._spans is not None:
+            self._spans.carry(request.request_id, request.trace_headers)
         self._s.on_new_request(request)
 
     def get_num_new_matched_tokens(
@@ -110,7 +120,14 @@ class AkvConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> AkvMetadata:
         """See :meth:`SchedulerSide.build_connector_meta`."""
-        return self._s.build_connector_meta(scheduler_output)
+        metadata = self._s.build_connector_meta(scheduler_output)
+        if self._spans is None:
+            return metadata
+        names = {spec.request_id for spec in metadata.loads}
+        names |= {spec.request_id for spec in metadata.saves}
+        found = {name: self._spans.carried(name) for name in names}
+        traces = tuple((name, headers) for name, headers in found.items() if headers)
+        return replace(metadata, traces=traces)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """See :meth:`SchedulerSide.update_connector_output`."""
@@ -164,7 +181,11 @@ class AkvConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """See :meth:`WorkerSide.start_load_kv`."""
         del forward_context, kwargs
-        self._w.start_load_kv(self._step())
+        metadata = self._step()
+        if self._spans is not None:
+            for request_id, headers in metadata.traces:
+                self._spans.carry(request_id, headers)
+        self._w.start_load_kv(metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: loads are asynchronous, never within a forward."""
@@ -206,6 +227,8 @@ class AkvConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         """End everything within the grace time. Twice is no error."""
         (self._scheduler or self._w).shutdown()
+        if self._spans is not None:
+            self._spans.close()
         if self._event_log is not None:
             self._event_log.close()
 

@@ -16,9 +16,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from akv.core.spec import LoadSpec, SaveSpec
 
-__all__ = ("AkvHandshake", "AkvMetadata", "AkvWorkerMetadata", "SaveReport")
+__all__ = (
+    "AkvHandshake",
+    "AkvMetadata",
+    "AkvWorkerMetadata",
+    "LoadReport",
+    "SaveReport",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +36,8 @@ class AkvMetadata(KVConnectorMetadata):
     loads: tuple[LoadSpec, ...] = ()
     cancelled_loads: tuple[int, ...] = ()
     saves: tuple[SaveSpec, ...] = ()
+    traces: tuple[tuple[str, Mapping[str, str]], ...] = ()
+    """The trace context of those requests above that came with one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +51,21 @@ class SaveReport:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadReport:
+    """The load of a request has ended, after so many seconds in the worker."""
+
+    request_id: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class AkvWorkerMetadata(KVConnectorWorkerMetadata):
     """What has become of earlier work, from the worker to the scheduler."""
 
     saves: tuple[SaveReport, ...] = ()
     unreadable: tuple[bytes, ...] = ()
     failed_loads: tuple[str, ...] = ()
+    loads: tuple[LoadReport, ...] = ()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> AkvWorkerMetadata:
         """Put the reports of two workers of one step together."""
@@ -56,6 +75,7 @@ class AkvWorkerMetadata(KVConnectorWorkerMetadata):
             saves=self.saves + other.saves,
             unreadable=self.unreadable + other.unreadable,
             failed_loads=self.failed_loads + other.failed_loads,
+            loads=self.loads + other.loads,
         )
 
 

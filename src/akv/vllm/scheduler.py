@@ -12,15 +12,24 @@ import itertools
 import logging
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from akv.core.align import Promise, promise
 from akv.core.errors import AkvError, ConfigError
-from akv.core.events import LoadDeclined, LoadPromised, Observer, SaveDropped
-from akv.core.keys import EPOCH_BYTES, KeySpace
+from akv.core.events import (
+    READING_OFF,
+    LoadDeclined,
+    LoadJoined,
+    LoadPromised,
+    Observer,
+    SaveDropped,
+)
+from akv.core.flight import Flight, Flights, Follower
+from akv.core.keys import EPOCH_BYTES, KeySpace, short_name
 from akv.core.recent import RecentSet
 from akv.core.spec import LoadSpec, LookupSpec, SaveSpec, Span
+from akv.core.worth import Experience, Verdict
 from akv.portal import (
     Answer,
     Command,
@@ -32,9 +41,10 @@ from akv.portal import (
 )
 from akv.vllm.facts import engine_fingerprint, object_geometry
 from akv.vllm.metadata import AkvHandshake, AkvMetadata, AkvWorkerMetadata
+from akv.vllm.pace import Pace
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -57,6 +67,16 @@ _START_SECONDS = 10.0
 
 
 @dataclass(slots=True)
+class _Load:
+    """A load that was promised, until the worker has reported it."""
+
+    flight: Flight
+    bytes: int
+    queued_bytes: int
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
 class _Tracked:
     """What akv knows of one request of the engine."""
 
@@ -68,6 +88,8 @@ class _Tracked:
     asked: int = 0
     give_up: float = 0.0
     promised: Promise | None = None
+    verdict: Verdict | None = None
+    follower: Follower = field(default_factory=Follower)
     hit: int = 0
     loaded: bool = False
     given_up: bool = False
@@ -129,7 +151,12 @@ class SchedulerSide:
         self._most_pinned = 0
         self._pinned = 0
         self._requests: dict[str, _Tracked] = {}
-        self._loads: dict[str, int] = {}
+        self._loads: dict[str, _Load] = {}
+        self._flights = Flights()
+        self._loading_bytes = 0
+        self._block_bytes = 0
+        self._experience: Experience | None = None
+        self._pace: Pace | None = None
         self._jobs: dict[int, _Job] = {}
         self._ending: dict[int, _Job] = {}
         self._known: RecentSet[bytes] = RecentSet(_MOST_KNOWN)
@@ -168,6 +195,15 @@ class SchedulerSide:
             self._vllm_config, self._kv_cache_config, facts
         )
         geometry = object_geometry(self._kv_cache_config, self._block, object_bytes)
+        self._block_bytes = geometry.slot_bytes
+        if self._config.load_or_compute:
+            self._experience = Experience(
+                block_bytes=geometry.slot_bytes,
+                block_tokens=self._block,
+                deadline=self._config.load_deadline,
+                prefill_rate=self._config.prefill_rate,
+            )
+            self._pace = Pace(self._experience)
         portal = self._portal = Portal.start(
             self._config, geometry, role="scheduler", observer=self._observer
         )
@@ -212,7 +248,10 @@ class SchedulerSide:
         """What may be loaded beyond ``num_computed_tokens``.
 
         May be called any number of times for a request, with other local hits
-        each time; the store is asked once in each life of the request.
+        each time; the store is asked once in each life of the request. While
+        another request's load brings the beginning of what this one would load,
+        the answer is "ask again": then it is a local hit, and nothing is fetched
+        twice.
         """
         tracked = self._requests.get(request.request_id)
         if tracked is None or request.skip_reading_prefix_cache:
@@ -221,6 +260,7 @@ class SchedulerSide:
             tracked.preemptions = request.num_preemptions
             tracked.loaded = False
             tracked.declined = False
+            tracked.follower = Follower(failures=tracked.follower.failures)
             if self._loads_wanted:
                 tracked.asked = 0
                 self._ask(tracked, num_computed_tokens // self._block)
@@ -255,8 +295,19 @@ class SchedulerSide:
             hit=hit,
             block=self._block,
         )
-        tracked.promised = promised if promised.need else None
-        return promised.need, promised.need > 0
+        tracked.promised = tracked.verdict = None
+        if promised.need <= 0:
+            return 0, False
+        if self._waits(tracked, promised):
+            return None, False
+        if tracked.follower.given_up:
+            tracked.given_up = True
+            return 0, False
+        promised = self._worth(tracked, promised)
+        if promised.need <= 0:
+            return 0, False
+        tracked.promised = promised
+        return promised.need, True
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -286,7 +337,14 @@ class SchedulerSide:
             ),
         )
         tracked.loaded = True
-        self._loads[request.request_id] = spec.load_id
+        num_bytes = len(spec) * self._block_bytes
+        verdict = tracked.verdict
+        load = self._loads[request.request_id] = _Load(
+            self._flights.began(spec, tracked.follower), num_bytes, self._loading_bytes
+        )
+        self._loading_bytes += num_bytes
+        if self._experience is not None:
+            self._experience.load_began(time.monotonic())
         self._next.loads.append(spec)
         self._observer.on(
             LoadPromised(
@@ -295,6 +353,12 @@ class SchedulerSide:
                 local=promised.local,
                 hit=tracked.hit,
                 usable=usable,
+                load_id=spec.load_id,
+                bytes=num_bytes,
+                queued_bytes=load.queued_bytes,
+                land_seconds=None if verdict is None else verdict.land_seconds,
+                compute_seconds=None if verdict is None else verdict.compute_seconds,
+                reason="" if verdict is None else verdict.reason,
             )
         )
 
@@ -307,9 +371,10 @@ class SchedulerSide:
         tracked = self._requests.pop(request.request_id, None)
         if tracked is not None and tracked.answer is not None:
             tracked.answer.cancelled = True
-        load_id = self._loads.get(request.request_id)
-        if load_id is not None:
-            self._next.cancelled.append(load_id)
+        load = self._loads.get(request.request_id)
+        if load is not None:
+            self._flights.ended(load.flight)
+            self._next.cancelled.append(load.flight.spec.load_id)
 
     # Saves.
 
@@ -323,6 +388,8 @@ class SchedulerSide:
         step, self._next = self._next, _Step()
         if step.commands and self._portal is not None:
             self._portal.post(step.commands)
+        if self._pace is not None:
+            self._pace.step_began(self._with_prompts(output))
         saves: list[SaveSpec] = []
         if self._saves_wanted and output.total_num_scheduled_tokens:
             for request_id, scheduled in output.num_scheduled_tokens.items():
@@ -343,11 +410,24 @@ class SchedulerSide:
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Take the worker's reports: give pins back, remember what failed."""
-        for request_id in output.finished_recving or ():
-            self._loads.pop(request_id, None)
         meta = output.kv_connector_worker_meta
-        if not isinstance(meta, AkvWorkerMetadata):
-            return
+        if isinstance(meta, AkvWorkerMetadata):
+            self._take(meta)
+        for request_id in output.finished_recving or ():
+            load = self._loads.pop(request_id, None)
+            if load is not None:
+                self._flights.ended(load.flight)
+                self._loading_bytes -= load.bytes
+                if self._experience is not None:
+                    self._experience.load_ended(
+                        num_bytes=load.bytes,
+                        queued_bytes=load.queued_bytes,
+                        seconds=load.seconds,
+                        failed=load.flight.failed,
+                        now=time.monotonic(),
+                    )
+
+    def _take(self, meta: AkvWorkerMetadata) -> None:
         for report in meta.saves:
             job = self._jobs.pop(report.job_id, None)
             if job is not None:
@@ -355,7 +435,15 @@ class SchedulerSide:
                 self._ending[report.job_id] = job
             if report.ended:
                 self._ended(self._ending.pop(report.job_id, None), report.dropped)
+        for loaded in meta.loads:
+            load = self._loads.get(loaded.request_id)
+            if load is not None:
+                # Of several workers the slowest one.
+                load.seconds = max(load.seconds, loaded.seconds)
         for request_id in meta.failed_loads:
+            load = self._loads.get(request_id)
+            if load is not None:
+                load.flight.failed = True
             tracked = self._requests.get(request_id)
             if tracked is not None:
                 # Nothing more is promised to it, and what the engine has to
@@ -393,10 +481,15 @@ class SchedulerSide:
                 tracked.answer = None
             tracked.promised = None
             tracked.save = False
+        # What these load is of before, and nobody wants it any more.
+        self._flights.clear()
         return confirmed
 
     def stats(self) -> AkvStats | None:
-        """Numbers since the last call."""
+        """Numbers since the last call; vLLM takes them when a step has ended."""
+        if self._pace is not None:
+            self._pace.step_ended()
+        self._counters.set("pinned_blocks", self._pinned)
         return self._counters.take()
 
     def debug_state(self) -> dict[str, int]:
@@ -407,6 +500,8 @@ class SchedulerSide:
             "save jobs": len(self._jobs),
             "pinned blocks": self._pinned,
             "unsent loads": len(self._next.loads) + len(self._next.cancelled),
+            "flights": len(self._flights),
+            "loading bytes": self._loading_bytes,
         }
         if self._portal is not None and self._portal.alive:
             numbers = self._portal.call(lambda s: s.statistics(), timeout=5)
@@ -451,6 +546,60 @@ class SchedulerSide:
         )
         self._next.commands.append(PostLookup(spec, tracked.answer))
 
+    def _waits(self, tracked: _Tracked, promised: Promise) -> bool:
+        """Whether another request's load brings the beginning of this one.
+
+        Only where the engine's prefix cache passes blocks on: when a load has been
+        reported, vLLM caches what landed before it asks about any other request.
+        """
+        if self._pool is None or not self._pool.enable_caching:
+            return False
+        follower = tracked.follower
+        before = follower.flight
+        waits = self._flights.waits(
+            follower,
+            tracked.request.block_hashes,
+            promised.local // self._block,
+            promised.usable // self._block,
+            now=time.monotonic(),
+            patience=self._config.load_deadline,
+        )
+        flight = follower.flight
+        if waits and flight is not None and flight is not before:
+            self._observer.on(
+                LoadJoined(
+                    request_id=tracked.request.request_id,
+                    leader=flight.spec.request_id,
+                    load_id=flight.spec.load_id,
+                    local=flight.spec.local,
+                    usable=flight.spec.usable,
+                )
+            )
+        return waits
+
+    def _worth(self, tracked: _Tracked, promised: Promise) -> Promise:
+        """What of ``promised`` is quicker to load than to compute."""
+        if self._experience is None or self._pace is None:
+            return promised
+        block = self._block
+        verdict = tracked.verdict = self._experience.weigh(
+            blocks=(promised.usable - promised.local) // block,
+            queued_bytes=self._loading_bytes,
+            queued_tokens=self._pace.tokens_ahead,
+            now=time.monotonic(),
+        )
+        usable = promised.local + verdict.blocks * block
+        cut = promised.usable - usable
+        return replace(promised, usable=usable, need=max(0, promised.need - cut))
+
+    def _with_prompts(self, output: SchedulerOutput) -> Iterator[tuple[Request, int]]:
+        """The requests of a step that may have work on prompts, with their tokens."""
+        if output.total_num_scheduled_tokens > len(output.num_scheduled_tokens):
+            for request_id, tokens in output.num_scheduled_tokens.items():
+                tracked = self._requests.get(request_id)
+                if tokens > 1 and tracked is not None:
+                    yield tracked.request, tokens
+
     def _forget_lost(self, tracked: _Tracked) -> None:
         """A block that was stored once and was not found has to be saved again."""
         if tracked.forgot is tracked.answer:
@@ -485,15 +634,24 @@ class SchedulerSide:
         if tracked.declined or tracked.loaded:
             return
         tracked.declined = True
-        request = tracked.request
+        request, verdict = tracked.request, tracked.verdict
+        flight = tracked.follower.flight
         if not self._loads_wanted or request.skip_reading_prefix_cache:
-            reason = "reading is off for this request"
+            reason = READING_OFF
+        elif tracked.answer is None and self._space is None:
+            reason = "the store has not been there yet"
         elif tracked.answer is None:
             reason = "no whole block beyond what the engine has"
         elif tracked.answer.found is None:
             reason = "the lookup was not answered in time"
         elif tracked.hit == 0:
             reason = "nothing found"
+        elif verdict is not None and not verdict.blocks:
+            reason = verdict.reason
+        elif tracked.follower.given_up:
+            reason = "loads of these blocks by other requests failed or take too long"
+        elif flight is not None and not flight.failed:
+            reason = f"the load of {flight.spec.request_id} brought it"
         else:
             reason = "nothing found beyond what the engine has"
         self._observer.on(
@@ -503,6 +661,10 @@ class SchedulerSide:
                 local=tracked.first_block * self._block,
                 hit=tracked.hit,
                 reason=reason,
+                bytes=0 if verdict is None else verdict.bytes,
+                queued_bytes=0 if verdict is None else verdict.queued_bytes,
+                land_seconds=None if verdict is None else verdict.land_seconds,
+                compute_seconds=None if verdict is None else verdict.compute_seconds,
             )
         )
 
@@ -536,6 +698,7 @@ class SchedulerSide:
                     request_id=request.request_id,
                     objects=len(wanted) - max(0, room),
                     reason="as many blocks pinned as max_pinned_fraction allows",
+                    block=short_name(hashes[wanted[max(0, room)]]),
                 )
             )
             tracked.save = False

@@ -33,6 +33,7 @@ from akv.vllm.metadata import (
     AkvHandshake,
     AkvMetadata,
     AkvWorkerMetadata,
+    LoadReport,
     SaveReport,
 )
 
@@ -78,6 +79,7 @@ class WorkerSide:
         self._reports: list[SaveReport] = []
         self._unreadable: list[bytes] = []
         self._failed_loads: list[str] = []
+        self._load_reports: list[LoadReport] = []
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Understand the KV memory and open the session that moves it.
@@ -153,6 +155,9 @@ class WorkerSide:
                         log.error("akv: load %d ended twice", spec.load_id)
                         continue
                     results.finished_recving.add(spec.request_id)
+                    self._load_reports.append(
+                        LoadReport(spec.request_id, ended.seconds)
+                    )
                     if failed_blocks:
                         self._failed_blocks.update(failed_blocks)
                         self._unreadable += failed_hashes
@@ -176,14 +181,21 @@ class WorkerSide:
 
     def build_connector_worker_meta(self) -> AkvWorkerMetadata | None:
         """What the scheduler side has to know, if anything."""
-        if not (self._reports or self._unreadable or self._failed_loads):
+        if not (
+            self._reports
+            or self._unreadable
+            or self._failed_loads
+            or self._load_reports
+        ):
             return None
         meta = AkvWorkerMetadata(
             saves=tuple(self._reports),
             unreadable=tuple(self._unreadable),
             failed_loads=tuple(self._failed_loads),
+            loads=tuple(self._load_reports),
         )
         self._reports, self._unreadable, self._failed_loads = [], [], []
+        self._load_reports = []
         return meta
 
     def stats(self) -> AkvStats | None:

@@ -22,6 +22,7 @@ import numpy as np
 import xxhash
 
 from akv.core.errors import StoreCorruptError, StoreMismatchError
+from akv.store.buffers import copy_in, copy_out
 from akv.store.local.filesystem import PAGE, populate, reserve
 from akv.store.local.ticks import Ticks
 
@@ -205,15 +206,15 @@ class Slab:
 
     def write(self, slot: int, source: Buffer) -> None:
         """Copy an object into a slot that the caller has claimed."""
-        if source.nbytes:
-            target = self._slots[slot, : source.nbytes]
-            np.copyto(target, np.frombuffer(source, dtype=np.uint8))
+        copy_out(source, self.view(slot, source.nbytes))
 
     def read(self, slot: int, target: Buffer) -> None:
         """Copy a slot's first bytes out, as many as ``target`` has."""
-        if target.nbytes:
-            source = self._slots[slot, : target.nbytes]
-            np.copyto(np.frombuffer(target, dtype=np.uint8), source)
+        copy_in(target, self.view(slot, target.nbytes))
+
+    def view(self, slot: int, length: int) -> memoryview:
+        """The first ``length`` bytes of a slot; not to be kept."""
+        return self._slots[slot, :length].data
 
     def close(self) -> None:
         """Unmap. No copy may be running."""

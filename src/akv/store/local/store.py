@@ -86,6 +86,11 @@ class LocalStore:
         return self._lease
 
     @property
+    def direct_from(self) -> int | None:
+        """Any run: a call is a copy. None on a disk, which it may wait for."""
+        return 1 if self._opened.place.in_memory else None
+
+    @property
     def checksum(self) -> bool:
         """Whether each object carries a checksum that each get verifies."""
         return self._checksum
@@ -228,7 +233,8 @@ class LocalStore:
         for (at, packed, record), now in zip(copied, again, strict=True):
             if packed != now:
                 continue
-            if self._checksum and _digest(buffers[at]) != record.checksum:
+            stored = opened.slab.view(record.slot, record.length)
+            if self._checksum and _digest(stored) != record.checksum:
                 outcomes[at] = Failure("checksum: the stored bytes have changed")
                 damaged.append((keys[at], packed))
                 continue
@@ -288,7 +294,8 @@ class LocalStore:
             for claim in held:
                 source = buffers[chosen[claim.key]]
                 opened.slab.write(claim.slot, source)
-                checksum = _digest(source) if self._checksum else 0
+                written_bytes = opened.slab.view(claim.slot, source.nbytes)
+                checksum = _digest(written_bytes) if self._checksum else 0
                 written.append((claim, source.nbytes, checksum))
             published = opened.index.publish(owner, written) if written else []
         except BaseException:
@@ -369,8 +376,8 @@ def _usable(key: BlockKey) -> bool:
     return 0 < len(key) <= LONGEST_KEY
 
 
-def _digest(buffer: Buffer) -> int:
-    return xxhash.xxh3_64_intdigest(buffer)
+def _digest(stored: memoryview) -> int:
+    return xxhash.xxh3_64_intdigest(stored)
 
 
 def _check_pairs(keys: Sequence[BlockKey], buffers: Sequence[Buffer]) -> None:

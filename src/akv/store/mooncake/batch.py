@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from akv.store.base import Failure, Outcome, Status
-from akv.store.mooncake.memory import address_of, copy
-from akv.store.mooncake.windows import Part
+from akv.store.buffers import copy_in
+from akv.store.mooncake.memory import address_of
+from akv.store.mooncake.windows import Part, Runs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,9 +58,9 @@ class Batch:
                 )
             elif key not in self._first:
                 self._first[key] = at
-                address = address_of(buffer)
-                known = address and memory.covers(address, buffer.nbytes)
-                place = address if known else None
+                runs = _runs_of(buffer)
+                known = runs and all(memory.covers(*run) for run in runs)
+                place = runs if known else None
                 self.parts.append(Part(at, name_of_key(key), buffer, place))
 
     def got(self, done: dict[int, Outcome]) -> list[Outcome]:
@@ -71,13 +72,21 @@ class Batch:
                 continue
             size = self._buffers[first].nbytes
             if size == self._buffers[at].nbytes:
-                copy(self._buffers[at], self._buffers[first])
+                self._copy(first, at)
             else:
                 outcomes[at] = Failure(
                     f"the object has {size} bytes, "
                     f"its buffer {self._buffers[at].nbytes}"
                 )
         return outcomes
+
+    def _copy(self, first: int, at: int) -> None:
+        source = self._buffers[first]
+        if not isinstance(source, memoryview):
+            whole = memoryview(bytearray(source.nbytes))
+            source.drain(whole)
+            source = whole
+        copy_in(self._buffers[at], source)
 
     def stored(self, done: dict[int, Outcome]) -> list[Outcome]:
         """Outcomes for all places of a put."""
@@ -92,6 +101,12 @@ class Batch:
             self._refused[at] if at in self._refused else done[self._first[key]]
             for at, key in enumerate(self._keys)
         ]
+
+
+def _runs_of(buffer: Buffer) -> Runs:
+    if not isinstance(buffer, memoryview):
+        return buffer.runs
+    return [(address_of(buffer), buffer.nbytes)] if buffer.nbytes else []
 
 
 def name_of_key(key: BlockKey) -> str:

@@ -28,14 +28,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from akv.store.mooncake.address import MooncakeAddress
+    from akv.store.mooncake.windows import Runs
 
 __all__ = ("Client", "MissingMooncakeError", "import_mooncake", "master_answers")
 
 SIGN_OF_LIFE = 1.0
 """Seconds that a master has for a sign of life."""
 
-_TRANSFER_TIMEOUT = 10
-"""Seconds without progress after which a TCP transfer ends (Mooncake: 30)."""
+_TRANSFER_TIMEOUT = 5
+"""Seconds without progress after which a TCP transfer ends (Mooncake: 30).
+
+Where the engine's own memory is used nobody may stop waiting for it earlier.
+"""
 
 _PACKAGES = {
     "libibverbs.so.1": "libibverbs1",
@@ -193,18 +197,38 @@ class Client:
         self._call(self._native.batch_get_session_end, list(keys))
         return codes
 
-    def get(
-        self, keys: Sequence[str], addresses: list[int], sizes: list[int]
-    ) -> list[int]:
+    def get(self, keys: Sequence[str], places: Sequence[Runs]) -> list[int]:
         """The bytes that came, or a code, for each key; keys differ."""
-        return self._many(self._native.batch_get_into, keys, addresses, sizes)
-
-    def put(
-        self, keys: Sequence[str], addresses: list[int], sizes: list[int]
-    ) -> list[int]:
-        """0 or a code for each key; 0 also for a key that is there already."""
+        addresses, sizes = _split(places)
+        if all(len(runs) == 1 for runs in places):
+            return self._many(
+                self._native.batch_get_into,
+                keys,
+                [address for (address,) in addresses],
+                [size for (size,) in sizes],
+            )
         return self._many(
-            self._native.batch_put_from, keys, addresses, sizes, self.placement()
+            self._native.batch_get_into_multi_buffers, keys, addresses, sizes
+        )
+
+    def put(self, keys: Sequence[str], places: Sequence[Runs]) -> list[int]:
+        """0 or a code for each key; 0 also for a key that is there already."""
+        addresses, sizes = _split(places)
+        placement = self.placement()
+        if all(len(runs) == 1 for runs in places):
+            return self._many(
+                self._native.batch_put_from,
+                keys,
+                [address for (address,) in addresses],
+                [size for (size,) in sizes],
+                placement,
+            )
+        return self._many(
+            self._native.batch_put_from_multi_buffers,
+            keys,
+            addresses,
+            sizes,
+            placement,
         )
 
     def create(self, key: str, address: int, size: int, placement: Any) -> int:
@@ -267,6 +291,12 @@ class Client:
         except Exception as error:
             msg = f"Mooncake raised {type(error).__name__}: {error}"
             raise StoreError(msg) from error
+
+
+def _split(places: Sequence[Runs]) -> tuple[list[list[int]], list[list[int]]]:
+    addresses = [[address for address, _ in runs] for runs in places]
+    sizes = [[size for _, size in runs] for runs in places]
+    return addresses, sizes
 
 
 def _set_timeouts(address: MooncakeAddress) -> None:

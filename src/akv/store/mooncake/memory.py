@@ -25,10 +25,9 @@ from akv.store.mooncake.codes import name_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from akv.store.base import Buffer
     from akv.store.mooncake.client import Client
 
-__all__ = ("Memory", "Piece", "address_of", "copy")
+__all__ = ("Memory", "Piece", "address_of")
 
 _CAUSES = (
     "known causes: it overlaps memory that is registered already; with RDMA the "
@@ -38,7 +37,7 @@ _CAUSES = (
 _MOST_PIECES = 8
 
 
-def address_of(buffer: Buffer) -> int:
+def address_of(buffer: memoryview) -> int:
     """Where the bytes of ``buffer`` lie; 0 if it has none."""
     if not buffer.nbytes:
         return 0
@@ -46,19 +45,11 @@ def address_of(buffer: Buffer) -> int:
     return int(view.__array_interface__["data"][0])
 
 
-def copy(target: Buffer, source: Buffer) -> None:
-    """Copy bytes of equal number, without the GIL."""
-    if source.nbytes:
-        np.copyto(
-            np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8)
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Scratch for one call at a time."""
 
-    view: Buffer
+    view: memoryview
     address: int
 
 
@@ -78,7 +69,7 @@ class Memory:
         self.piece_bytes = piece_bytes
         self._changed = threading.Condition()
         self._regions: list[_Region] = []
-        self._owners: dict[int, Buffer] = {}
+        self._owners: dict[int, memoryview] = {}
         self._client: Client | None = None
         self._free: list[Piece] = []
         self._pieces = 0
@@ -96,7 +87,7 @@ class Memory:
         with self._changed:
             self._client = None
 
-    def add(self, memory: Buffer) -> None:
+    def add(self, memory: memoryview) -> None:
         """Register ``memory``.
 
         :raises StoreUnavailableError: the client refuses it, and why it may
@@ -109,7 +100,7 @@ class Memory:
             self._regions = sorted([*self._regions, region])
             self._owners[start] = memory
 
-    def drop(self, memory: Buffer) -> None:
+    def drop(self, memory: memoryview) -> None:
         """Forget ``memory``; unknown memory is no error."""
         start = address_of(memory)
         with self._changed:

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 from akv.core.errors import StoreError, StoreUnavailableError
 from akv.store.base import Failure, Outcome, Status
+from akv.store.buffers import copy_in, copy_out
 from akv.store.mooncake.codes import is_unreachable, outcome_of
-from akv.store.mooncake.memory import copy
 from akv.store.mooncake.turns import Claims, Turns
-from akv.store.mooncake.windows import CALLS_AT_ONCE, Part, windows
+from akv.store.mooncake.windows import CALLS_AT_ONCE, Part, Runs, windows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -93,12 +93,11 @@ class Transfers:
         return outcomes
 
     def _get_window(self, window: list[Part]) -> dict[int, Outcome]:
-        with self._use(window, self._gets) as (client, addresses, views):
-            sizes = [part.buffer.nbytes for part in window]
+        with self._use(window, self._gets) as (client, places, views):
             keys = [part.key for part in window]
             started = self._clock()
             try:
-                codes = client.get(keys, addresses, sizes)
+                codes = client.get(keys, places)
             except StoreUnavailableError:
                 raise
             except StoreError as error:
@@ -118,7 +117,7 @@ class Transfers:
                     outcomes[part.at] = Status.MISS if code == 0 else outcome_of(code)
             for part, view in zip(window, views, strict=True):
                 if view is not None and outcomes[part.at] is Status.HIT:
-                    copy(part.buffer, view)
+                    copy_in(part.buffer, view)
             return outcomes
 
     def _judge(self, code: int, size: int, seconds: float) -> Outcome:
@@ -168,17 +167,13 @@ class Transfers:
         return outcomes | (self._put_absent(absent) if absent else {})
 
     def _put_absent(self, window: list[Part]) -> dict[int, Outcome]:
-        with self._use(window, self._puts) as (client, addresses, views):
+        with self._use(window, self._puts) as (client, places, views):
             for part, view in zip(window, views, strict=True):
                 if view is not None:
-                    copy(view, part.buffer)
+                    copy_out(part.buffer, view)
             started = self._clock()
             try:
-                codes = client.put(
-                    [part.key for part in window],
-                    addresses,
-                    [part.buffer.nbytes for part in window],
-                )
+                codes = client.put([part.key for part in window], places)
             except StoreUnavailableError:
                 raise
             except StoreError as error:
@@ -192,27 +187,27 @@ class Transfers:
     @contextmanager
     def _use(
         self, window: list[Part], calls: threading.BoundedSemaphore
-    ) -> Iterator[tuple[Client, list[int], list[memoryview | None]]]:
-        """The client, and for each part an address and its scratch, if it has any."""
+    ) -> Iterator[tuple[Client, list[Runs], list[memoryview | None]]]:
+        """The client, and for each part its runs and its scratch, if it has any."""
         if not calls.acquire(timeout=self._lease):
             msg = f"{CALLS_AT_ONCE} calls have not ended within {self._lease} s"
             raise StoreError(msg)
         try:
             with self._link.use() as client, self.turns.transfer(self._lease):
-                direct = [part.address for part in window if part.address is not None]
+                direct = [part.runs for part in window if part.runs is not None]
                 if direct:
                     yield client, direct, [None] * len(window)
                     return
                 with self._memory.piece(self._lease) as piece:
-                    addresses: list[int] = []
+                    places: list[Runs] = []
                     views: list[memoryview | None] = []
                     offset = 0
                     for part in window:
                         end = offset + part.buffer.nbytes
-                        addresses.append(piece.address + offset)
+                        places.append([(piece.address + offset, end - offset)])
                         views.append(piece.view[offset:end])
                         offset = end
-                    yield client, addresses, views
+                    yield client, places, views
         finally:
             calls.release()
 

@@ -1,41 +1,47 @@
 """Cutting one call into calls that Mooncake can take.
 
 Over TCP a client queues at most 2,048 segments for one peer, all its calls
-together; what is beyond fails and can break the client for good. akv's
-objects are one segment each, so a call carries 256 of them at most, and eight
-calls run at once. Bytes are bounded so that a call ends long before its lease
-does, and scratch by the size of its piece. Pure.
+together; what is beyond fails and can break the client for good. A segment is a run of
+bytes on this side: one for an object in akv's staging, several for one in the
+engine's memory. So a call carries 256 of them at most (or one object of more),
+and eight calls run at once. Bytes are bounded so that a call ends long before
+its lease does, and scratch by the size of its piece. Pure.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from akv.store.base import Buffer
 
-__all__ = ("CALLS_AT_ONCE", "MOST_KEYS", "Part", "windows")
+__all__ = ("CALLS_AT_ONCE", "MOST_SEGMENTS", "Part", "Runs", "windows")
 
-MOST_KEYS = 256
+MOST_SEGMENTS = 256
 CALLS_AT_ONCE = 4
 """Gets, and as many puts."""
 _MOST_BYTES = 32 << 20
+
+
+Runs: TypeAlias = "Sequence[tuple[int, int]]"
+"""Address and bytes of each run that an object's bytes are in, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """One key of a call, and where its bytes are.
 
-    ``address`` is None where the buffer is not registered.
+    ``runs`` are address and bytes of each run of a registered buffer; None
+    where it is not registered, and its bytes go by way of scratch.
     """
 
     at: int
     key: str
     buffer: Buffer
-    address: int | None
+    runs: Runs | None
 
 
 def windows(
@@ -43,18 +49,20 @@ def windows(
 ) -> Iterator[list[Part]]:
     """Runs of parts for one call each: all registered, or all through scratch."""
     window: list[Part] = []
-    size = 0
+    size = segments = 0
     for part in parts:
-        direct = part.address is not None
+        direct = part.runs is not None
         most = most_bytes if direct else piece_bytes
+        more = 1 if part.runs is None else len(part.runs)
         if window and (
-            len(window) == MOST_KEYS
+            segments + more > MOST_SEGMENTS
             or size + part.buffer.nbytes > most
-            or direct != (window[0].address is not None)
+            or direct != (window[0].runs is not None)
         ):
             yield window
-            window, size = [], 0
+            window, size, segments = [], 0, 0
         window.append(part)
         size += part.buffer.nbytes
+        segments += more
     if window:
         yield window

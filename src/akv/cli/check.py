@@ -1,4 +1,4 @@
-"""``akv``: what a person types. ``akv check`` tries what a deployment needs.
+"""``akv check`` tries what a deployment needs, and says what to do.
 
 Each thing that is tried gives one line: what was found and, where it is not
 as it should be, what to do. The order is that of a first start, so the first
@@ -7,13 +7,10 @@ line that fails is the one to look at. Runs in the foreground, in one thread.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import os
 import shutil
-import socket
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -27,17 +24,21 @@ from akv.core.keys import KeySpace, fingerprint, make_keys
 from akv.core.sizes import format_size
 from akv.store import Failure, MooncakeStore, Status, default_url, open_store
 from akv.store.local import LocalAddress
+from akv.store.mooncake.client import master_answers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    import argparse
+    from collections.abc import Callable, Iterator
 
+    from akv.cli.command import Commands
     from akv.store import BlockStore
 
-__all__ = ("Finding", "check", "main")
+__all__ = ("Finding", "add_command", "check", "run")
 
 TESTED_VLLM = "0.32"
 _NEEDED = ("anyio", "lmdb", "numpy", "structlog", "torch", "xxhash")
 _OBJECT_BYTES = 1 << 20
+_MASTER_SECONDS = 3.0
 _OK, _NOTE, _FAIL = "ok", "note", "fail"
 _SETTING = "change the setting store (--store, AKV_STORE), or what it names"
 
@@ -68,15 +69,9 @@ def check(config: Config) -> Iterator[Finding]:
         yield from _store(url)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status is 0 if nothing failed, else 1."""
-    parser = argparse.ArgumentParser(
-        prog="akv",
-        description="Keeps the KV blocks that an LLM engine computes, and brings "
-        "them back.",
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    checker = commands.add_parser(
+def add_command(commands: Commands) -> None:
+    """Add ``akv check`` to the commands of a parser."""
+    parser = commands.add_parser(
         "check",
         help="try what a deployment needs, and say what to do",
         description="Tries, in order: packages and versions, vLLM's version, the "
@@ -86,17 +81,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "last word. Exit status 0 if nothing failed, 1 if something did.",
         epilog="example: akv check --store mooncake://127.0.0.1:50051?protocol=tcp",
     )
-    checker.add_argument("--store", metavar="URL", help="the store to try")
-    checker.add_argument(
+    parser.add_argument("--store", metavar="URL", help="the store to try")
+    parser.add_argument(
         "--json", action="store_true", help="one JSON object instead of lines"
     )
-    options = parser.parse_args(arguments)
-    try:
-        given = {"store": options.store} if options.store else {}
-        config = Config.load(given)
-    except AkvError as error:
-        print(f"akv: {error}", file=sys.stderr)
-        return 1
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Try, print, and return the exit status: 0 if nothing failed, else 1.
+
+    :raises AkvError: a setting is wrong; nothing was tried
+    """
+    given = {"store": options.store} if options.store else {}
+    config = Config.load(given)
     findings: list[Finding] = []
     for finding in check(config):
         findings.append(finding)
@@ -204,13 +202,11 @@ def _master(url: str) -> Finding:
             found="named by Mooncake's own settings",
         )
     started = time.monotonic()
-    try:
-        socket.create_connection((host, int(port)), timeout=3).close()
-    except OSError as error:
+    if not master_answers(host, int(port), _MASTER_SECONDS):
         return Finding(
             name="mooncake master",
             status=_FAIL,
-            found=f"{address}: {error}",
+            found=f"{address}: nobody answers within {_MASTER_SECONDS:g} s",
             fix="start mooncake_master there, or name the right address in store",
         )
     milliseconds = 1000 * (time.monotonic() - started)
@@ -311,7 +307,3 @@ def _round_trip(store: BlockStore, size: int) -> Iterator[Finding]:
         if leased
         else str(removed),
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,124 @@
+"""Lookups that want to know the same ask once."""
+
+from __future__ import annotations
+
+import anyio
+import anyio.to_thread
+import pytest
+from anyio.lowlevel import checkpoint
+
+import akv
+from akv.store import MemoryStore
+from akv.testing.stores import GatedStore
+from harness import OBJECT, Memory, lookup_spec, prompt, save_spec
+
+pytestmark = pytest.mark.anyio
+CONFIG = akv.Config(
+    lookup_deadline=5, max_load_bytes=64 * OBJECT, max_save_bytes=64 * OBJECT
+)
+HASHES = prompt(1, 12)
+
+
+def held_store() -> GatedStore:
+    """A store that holds the question whether something is there."""
+    return GatedStore(MemoryStore(slot_bytes=OBJECT), gated=("exists",))
+
+
+async def fill(session: akv.Session, store: GatedStore, blocks: int) -> None:
+    """Let these blocks of ``HASHES`` be there, and forget the calls for it."""
+    await session.save(save_spec(HASHES[:blocks], range(blocks)))
+    store.calls.clear()
+
+
+def asked(store: GatedStore) -> list[int]:
+    """How many keys each call asked for."""
+    return [len(keys) for verb, keys in store.calls if verb == "exists"]
+
+
+async def test_equal_prompts_ask_for_each_key_once() -> None:
+    """50 requests in one step with one prompt, and each has the answer."""
+    store, memory = held_store(), Memory()
+    store.open()
+    found: list[int] = []
+    async with akv.open_session(
+        CONFIG, memory.geometry, memory.device, store=store
+    ) as session:
+        await fill(session, store, 9)
+
+        async def look() -> None:
+            found.append(await session.lookup(lookup_spec(HASHES)))
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(50):
+                tasks.start_soon(look)
+    assert found == [9] * 50
+    assert asked(store) == [12]
+
+
+async def test_prompts_with_one_beginning_ask_for_it_once_in_a_call() -> None:
+    """And each one gets the answers for its own keys, in its own order."""
+    store, memory = held_store(), Memory()
+    store.open()
+    found: dict[int, int] = {}
+    async with akv.open_session(
+        CONFIG, memory.geometry, memory.device, store=store
+    ) as session:
+        await fill(session, store, 9)
+
+        async def look(tail: int) -> None:
+            hashes = (*HASHES[:tail], *prompt(100 + tail, 4))
+            found[tail] = await session.lookup(lookup_spec(hashes))
+
+        async with anyio.create_task_group() as tasks:
+            for tail in range(1, 11):
+                tasks.start_soon(look, tail)
+    assert found == {tail: min(tail, 9) for tail in range(1, 11)}
+    assert sum(asked(store)) == 10 + 10 * 4
+
+
+async def test_who_comes_while_the_answer_is_on_its_way_waits_for_it() -> None:
+    """A later step, the same prompt: no second call; one may leave all the same."""
+    store, memory = held_store(), Memory()
+    found: list[int] = []
+    async with akv.open_session(
+        CONFIG, memory.geometry, memory.device, store=store
+    ) as session:
+
+        async def look(scope: anyio.CancelScope) -> None:
+            with scope:
+                found.append(await session.lookup(lookup_spec(HASHES)))
+
+        async with anyio.create_task_group() as tasks:
+            leaving = anyio.CancelScope()
+            tasks.start_soon(look, leaving)
+            await anyio.to_thread.run_sync(store.wait_until_held)
+            tasks.start_soon(look, anyio.CancelScope())
+            await anyio.wait_all_tasks_blocked()
+            leaving.cancel()
+            await checkpoint()
+            store.open()
+        assert found == [0]
+        assert asked(store) == [12]
+        # It is answered now, and whoever comes later asks anew.
+        assert await session.lookup(lookup_spec(HASHES)) == 0
+        assert asked(store) == [12, 12]
+
+
+async def test_who_comes_late_to_a_call_that_hangs_makes_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call that has used up its share of the deadline takes nobody with it."""
+    monkeypatch.setattr("akv.pipeline.lookup._JOIN_SHARE", -1.0)
+    store, memory = held_store(), Memory()
+    async with (
+        akv.open_session(
+            CONFIG, memory.geometry, memory.device, store=store
+        ) as session,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(session.lookup, lookup_spec(HASHES))
+        await anyio.to_thread.run_sync(store.wait_until_held)
+        tasks.start_soon(session.lookup, lookup_spec(HASHES))
+        await anyio.to_thread.run_sync(store.wait_until_held, 2)
+        store.open()
+    assert asked(store) == [12, 12]
