@@ -303,7 +303,8 @@ class LoadPipeline:
                 outcomes = [Failure("the store answered for other keys")] * len(window)
         except Exception as error:  # noqa: BLE001
             outcomes = [Failure(_sentence(error))] * len(window)
-        self._breaker.heard(outcomes)
+        if not fetch.shared:
+            self._breaker.heard(outcomes)
         bad = frozenset(
             place
             for place, outcome in zip(places, outcomes, strict=True)

@@ -212,7 +212,7 @@ class LocalStore:
         self, opened: Opened, keys: Sequence[BlockKey], buffers: Sequence[Buffer]
     ) -> list[Outcome]:
         outcomes: list[Outcome] = [Status.MISS] * len(keys)
-        copied: list[tuple[int, bytes, Record]] = []
+        copied: list[tuple[int, bytes, Record, bool]] = []
         for at, packed in enumerate(opened.index.find(keys)):
             if packed is None:
                 continue
@@ -224,17 +224,20 @@ class LocalStore:
                 )
                 continue
             opened.slab.read(record.slot, buffers[at])
-            copied.append((at, packed, record))
+            # Before the second look, which says whether it was this object still.
+            whole = not self._checksum or record.checksum == _digest(
+                _copied_bytes(opened, record, buffers[at])
+            )
+            copied.append((at, packed, record, whole))
         if not copied:
             return outcomes
-        again = opened.index.find([keys[at] for at, _, _ in copied])
+        again = opened.index.find([keys[at] for at, *_ in copied])
         used: list[int] = []
         damaged: list[tuple[BlockKey, bytes]] = []
-        for (at, packed, record), now in zip(copied, again, strict=True):
+        for (at, packed, record, whole), now in zip(copied, again, strict=True):
             if packed != now:
                 continue
-            stored = opened.slab.view(record.slot, record.length)
-            if self._checksum and _digest(stored) != record.checksum:
+            if not whole:
                 outcomes[at] = Failure("checksum: the stored bytes have changed")
                 damaged.append((keys[at], packed))
                 continue
@@ -378,6 +381,13 @@ def _usable(key: BlockKey) -> bool:
 
 def _digest(stored: memoryview) -> int:
     return xxhash.xxh3_64_intdigest(stored)
+
+
+def _copied_bytes(opened: Opened, record: Record, buffer: Buffer) -> memoryview:
+    """What the caller got; for an object in runs, what it was copied from."""
+    if isinstance(buffer, memoryview):
+        return buffer
+    return opened.slab.view(record.slot, record.length)
 
 
 def _check_pairs(keys: Sequence[BlockKey], buffers: Sequence[Buffer]) -> None:
