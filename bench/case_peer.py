@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ("CASES",)
+__all__ = ("CASES", "tests_master")
 
 _UPSTREAM = "upstream"
 _HOOK = "get_num_new_matched_tokens"
@@ -109,21 +109,29 @@ _WORKS = {
 }
 
 
+def tests_master() -> Any:
+    """The class that starts a real master, from the tests' folder."""
+    os.environ.setdefault("GLOG_minloglevel", "3")
+    tests = str(Path(__file__).resolve().parent.parent / "tests")
+    if tests not in sys.path:
+        sys.path.append(tests)
+    from mooncake_master import Master
+
+    return Master
+
+
 def _harness() -> tuple[Any, Any]:
     """The tests' engine and master, which are no part of the library."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("GLOG_minloglevel", "3")
     os.environ.setdefault("PYTHONHASHSEED", "0")
     logging.getLogger("vllm").setLevel(logging.ERROR)
-    tests = str(Path(__file__).resolve().parent.parent / "tests")
-    if tests not in sys.path:
-        sys.path.append(tests)
     try:
-        from mooncake_master import Master
+        master = tests_master()
 
         from engine.engine import Engine
 
-        return Engine, Master()
+        return Engine, master()
     except ImportError as error:
         raise Skip(f"the engine without a model cannot be imported: {error}") from error
     except StoreUnavailableError as error:

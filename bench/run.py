@@ -15,7 +15,7 @@ What is measured, and against what:
     store     put and get of the local store       numpy copying the same values
     lookup    64 and 500 keys that hit              LMDB reading as many records
     session   a load and a save from end to end     numpy copying the same pages, once
-    events    a load with log, metrics, event log   the same load with nobody listening
+    events    events: log, metrics, event log       the load that they are about
     hooks     vLLM's scheduler inside akv's hooks   the target, and the scheduler's step
     pressure  aborts, hangs and slow puts           deadlines, limits, the calm before
     flight    many requests, one cold prefix        one request alone
@@ -47,6 +47,7 @@ import case_peer
 import case_pressure
 import case_session
 import case_store
+import case_transfer
 from akv.core.errors import AkvError
 from measure import Case, Row, Settings, Skip
 from report import as_json, machine, table
@@ -67,6 +68,7 @@ CASES: list[Case] = [
     *case_faults.CASES,
     *case_pressure.CASES,
     *case_flight.CASES,
+    *case_transfer.CASES,
 ]
 
 
