@@ -322,7 +322,7 @@ def _events(settings: Settings) -> list[Row]:
     }
     switch = _Switch()
     rows: list[Row] = []
-    with _stage(_SMALL, tokens, settings) as stage:
+    with _stage(SMALL, tokens, settings) as stage:
         portal = stage.portal(switch)
         try:
             for blocks in (stage.blocks, 1):
@@ -336,12 +336,12 @@ def _events(settings: Settings) -> list[Row]:
     return rows
 
 
-def _loads_of(stage: _Stage, blocks: int) -> str:
+def _loads_of(stage: Stage, blocks: int) -> str:
     return f"{blocks * stage.shape.block:,} tokens" if blocks > 1 else "one block"
 
 
 def _on_and_off(
-    stage: _Stage,
+    stage: Stage,
     portal: Portal,
     switch: _Switch,
     on: Observer,
@@ -389,7 +389,7 @@ def _on_and_off(
 
 
 def _shares(
-    stage: _Stage,
+    stage: Stage,
     portal: Portal,
     switch: _Switch,
     sinks: dict[str, Observer],
@@ -406,12 +406,15 @@ def _shares(
     )
     loads: list[float] = []
     costs: dict[str, list[float]] = {name: [] for name in sinks}
+
+    def load() -> None:
+        for _ in range(repeats):
+            stage.load(portal, blocks)
+
     for number in range(rounds + 1):
         keep = switch.to = _Keep()
         with without_gc():
-            seconds = clock(
-                lambda: [stage.load(portal, blocks) for _ in range(repeats)]
-            )()
+            seconds = clock(load)()
         loads += [seconds / repeats * 1e6] if number else []
         for name, sink in sinks.items():
 

@@ -97,7 +97,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         row.what,
         f"{_number(row.value.median)} {unit}",
         f"{row.against} {_number(row.other.median)}",
-        f"{row.ratio.median:.2f} ({row.ratio.least:.2f}-{row.ratio.most:.2f})",
+        _ratio(row.ratio),
         *_verdict(row),
     )
 
@@ -111,6 +111,13 @@ def _verdict(row: Row) -> tuple[str, str]:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _ratio(spread: Spread) -> str:
+    digits = 2 if spread.most >= 0.1 else 4
+    numbers = (spread.median, spread.least, spread.most)
+    median, least, most = (f"{number:.{digits}f}" for number in numbers)
+    return f"{median} ({least}-{most})"
 
 
 def _range(spread: Spread) -> str:

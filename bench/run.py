@@ -1,7 +1,7 @@
 """Measure akv against the plainest way to do the same work.
 
-    python3 noxfile.py -s bench                   everything, under 6 minutes
-    python3 noxfile.py -s bench -- --quick        less data, under 2 minutes
+    python3 noxfile.py -s bench                   everything, about 12 minutes
+    python3 noxfile.py -s bench -- --quick        less data, about 4 minutes
     python3 noxfile.py -s bench -- --only store/shm --json figures.json
 
 Every figure is a ratio to something that was measured in the same run: akv and the
