@@ -27,8 +27,6 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import numpy as np
 
-import akv
-from akv.core.keys import KeySpace
 from case_peer import (
     _HOOK_TARGET,
     _LOOKUP_TARGET,
@@ -36,6 +34,7 @@ from case_peer import (
     _harness,
     _percentiles,
     _without_native_logs,
+    lookups_left_alone,
 )
 from measure import Case, Row, Settings, Spread, Target, Unit
 
@@ -62,21 +61,12 @@ _HOOKS = (
 )
 _PLAIN = "plain Python"
 _AGAIN = 20
-_LOOKUPS = 2000
 _SMALL_SEGMENT = 32 << 20
 
 
 def _faults(master: Any) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
     """What is done to a master that has been serving; undone when it is left."""
     from mooncake_master import BlackHole
-
-    @contextlib.contextmanager
-    def stopped() -> Iterator[None]:
-        master.stop()
-        try:
-            yield
-        finally:
-            master.cont()
 
     @contextlib.contextmanager
     def killed() -> Iterator[None]:
@@ -93,7 +83,7 @@ def _faults(master: Any) -> dict[str, Callable[[], AbstractContextManager[Any]]]
 
     return {
         "running": contextlib.nullcontext,
-        "stopped": stopped,
+        "stopped": master.stopped,
         "killed": killed,
         "black hole": swallowed,
     }
@@ -169,7 +159,7 @@ def _measure_faults(settings: Settings) -> list[Row]:
             rows += _hooks(engine_class, url, name, fault, seconds)
         for name, fault in _faults(master).items():
             if name != "running":
-                times = anyio.run(_lookups, url, fault)
+                times = anyio.run(lookups_left_alone, url, fault)
                 rows.append(
                     _percentiles(
                         "faults/master",
@@ -237,38 +227,6 @@ def _hooks(
 
 def _settings(url: str) -> dict[str, Any]:
     return {"store": url, "max_pinned_fraction": 1.0, "load_or_compute": False}
-
-
-async def _lookups(
-    url: str, fault: Callable[[], AbstractContextManager[Any]]
-) -> list[float]:
-    """Seconds of each lookup once the session leaves the store alone."""
-    region = akv.Region(name="object", memory=0, offset=0, stride=4096, size=4096)
-    group = akv.Group(block_size=16, regions=(region,))
-    geometry = akv.Geometry(num_blocks=1, hash_unit=16, groups=(group,))
-    space = KeySpace(namespace="bench", fingerprint=akv.fingerprint({"model": "bench"}))
-    random = np.random.default_rng(8).bytes(32 * 64)
-    spec = akv.LookupSpec(
-        request_id="r",
-        space=space.prefix,
-        hashes=tuple(random[start : start + 32] for start in range(0, 32 * 64, 32)),
-        askable_blocks=64,
-        first_block=0,
-    )
-    times: list[float] = []
-    async with akv.open_session(akv.Config(store=url), geometry) as session:
-        await session.lookup(spec)
-        with fault():
-            with anyio.fail_after(20):
-                while session.store_works:
-                    await session.lookup(spec)
-            for _ in range(_LOOKUPS):
-                start = time.perf_counter()
-                await session.lookup(spec)
-                times.append(time.perf_counter() - start)
-            if session.store_works:
-                raise RuntimeError("the breaker has closed without a master")
-    return times
 
 
 def _measure_full(settings: Settings) -> list[Row]:

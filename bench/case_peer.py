@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ("CASES", "tests_master")
+__all__ = ("CASES", "lookups_left_alone", "tests_master")
 
 _UPSTREAM = "upstream"
 _HOOK = "get_num_new_matched_tokens"
@@ -611,7 +611,7 @@ def _stopped(settings: Settings) -> list[Row]:
         url = master.url(protocol="tcp", segment="64MiB", hostname="127.0.0.1")
         requests = 60 if settings.quick else 150
         hooks = _stopped_engine(engine_class, master, url, requests)
-        lookups = anyio.run(_stopped_lookups, master, url)
+        lookups = anyio.run(lookups_left_alone, url, master.stopped)
     return [
         _percentiles("peer/stopped", f"{_HOOK}, master stopped", hooks, _HOOK_TARGET),
         _percentiles(
@@ -641,18 +641,17 @@ def _stopped_engine(
         engine.idle_until_quiet()
         calls: list[float] = engine.hook_times["scheduler"][_HOOK]
         before = len(calls)
-        master.stop()
-        try:
+        with master.stopped():
             for _ in range(requests):
                 engine.add_request(next(prompts)[:1025], 1)
                 engine.run()
-        finally:
-            master.cont()
         engine.idle_until_quiet()
         return calls[before:]
 
 
-async def _stopped_lookups(master: Any, url: str) -> list[float]:
+async def lookups_left_alone(
+    url: str, fault: Callable[[], AbstractContextManager[Any]]
+) -> list[float]:
     """Seconds of each lookup once the session leaves the store alone."""
     region = akv.Region(name="object", memory=0, offset=0, stride=4096, size=4096)
     group = akv.Group(block_size=16, regions=(region,))
@@ -669,8 +668,7 @@ async def _stopped_lookups(master: Any, url: str) -> list[float]:
     times: list[float] = []
     async with akv.open_session(akv.Config(store=url), geometry) as session:
         await session.lookup(spec)
-        master.stop()
-        try:
+        with fault():
             with anyio.fail_after(20):
                 while session.store_works:
                     await session.lookup(spec)
@@ -679,9 +677,7 @@ async def _stopped_lookups(master: Any, url: str) -> list[float]:
                 await session.lookup(spec)
                 times.append(time.perf_counter() - start)
             if session.store_works:
-                raise RuntimeError("the breaker has closed while the master stood")
-        finally:
-            master.cont()
+                raise RuntimeError("the breaker has closed without a master")
     return times
 
 

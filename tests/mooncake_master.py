@@ -12,15 +12,21 @@ import signal
 import socket
 import subprocess
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from akv.store.mooncake.client import import_mooncake, master_answers
+from akv.store.mooncake.client import (
+    MissingMooncakeError,
+    import_mooncake,
+    master_answers,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
-__all__ = ("BlackHole", "Master", "free_port")
+__all__ = ("BlackHole", "Master", "free_port", "make_master")
 
 HOST = "127.0.0.1"
 _PATIENCE = 20.0
@@ -109,6 +115,15 @@ class Master:
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
 
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """It stands still in the ``with`` block."""
+        self.stop()
+        try:
+            yield
+        finally:
+            self.cont()
+
     def kill(self) -> None:
         """SIGKILL: it is gone, and all it knew."""
         process, self._process = self._process, None
@@ -120,6 +135,16 @@ class Master:
         """Kill it and start it at once, on the same ports."""
         self.kill()
         self.start()
+
+
+def make_master(*flags: str) -> Master:
+    """A master, not yet started; skips the test where Mooncake cannot run."""
+    try:
+        return Master(*flags)
+    except MissingMooncakeError as error:
+        import pytest
+
+        pytest.skip(str(error))
 
 
 class BlackHole:

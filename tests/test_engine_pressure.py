@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from mooncake_master import Master
+from mooncake_master import make_master
 
 from akv.store import MemoryStore
-from akv.store.mooncake.client import MissingMooncakeError
 from engine.engine import Engine
 from engine.pressure import (
     Faults,
@@ -76,11 +75,7 @@ def store_of(kind: str) -> Iterator[str]:
             yield f"local:{folder}/store?capacity=16MiB"
             shutil.rmtree(folder)
         case _:
-            try:
-                master = Master()
-            except MissingMooncakeError as error:
-                pytest.skip(str(error))
-            with master:
+            with make_master() as master:
                 yield master.url(protocol="tcp", segment="64MiB", hostname="127.0.0.1")
 
 

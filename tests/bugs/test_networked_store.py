@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from bugs.rig import OBJECT, Watch, serve, step_until
-from mooncake_master import HOST, BlackHole, Master
+from mooncake_master import HOST, BlackHole, Master, make_master
 from mooncake_traffic import SETTINGS
 
 from akv.core.errors import StoreUnavailableError
 from akv.store.base import Failure, Status
-from akv.store.mooncake import MissingMooncakeError, MooncakeStore
+from akv.store.mooncake import MooncakeStore
 from akv.store.mooncake.client import Client
 from akv.testing.values import empty_buffer, key_of, value_of
 from engine.engine import Engine
@@ -39,22 +39,14 @@ PROMPT = range(65)
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Master]:
     """A master for all tests that leave it alone; each test's pool is empty."""
-    try:
-        master = Master()
-    except MissingMooncakeError as error:
-        pytest.skip(str(error))
-    with master:
+    with make_master() as master:
         yield master
 
 
 @pytest.fixture
 def own() -> Iterator[Master]:
     """A master of the test's own, to stop and restart."""
-    try:
-        master = Master()
-    except MissingMooncakeError as error:
-        pytest.skip(str(error))
-    with master:
+    with make_master() as master:
         yield master
 
 

@@ -5,20 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from mooncake_master import Master
-
-from akv.store.mooncake.client import MissingMooncakeError
+from mooncake_master import Master, make_master
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-
-def make_master(*flags: str) -> Master:
-    """A master, not yet started; skips the test where Mooncake cannot run."""
-    try:
-        return Master(*flags)
-    except MissingMooncakeError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture

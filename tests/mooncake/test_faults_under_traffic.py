@@ -46,16 +46,6 @@ def on(master: Master, **settings: Any) -> Engine:
 
 
 @contextmanager
-def stopped(master: Master) -> Iterator[None]:
-    """The master stands still."""
-    master.stop()
-    try:
-        yield
-    finally:
-        master.cont()
-
-
-@contextmanager
 def serving(master: Master) -> Iterator[Traffic]:
     """An engine whose traffic is loaded from the pool; judged at the end."""
     with on(master) as engine:
@@ -84,7 +74,7 @@ def hits_are_back(traffic: Traffic) -> None:
 def test_a_master_that_stands_still_for_five_seconds(master: Master) -> None:
     """SIGSTOP, SIGCONT: what was saved is found again."""
     with serving(master) as traffic:
-        with stopped(master):
+        with master.stopped():
             traffic.run_for(5)
         hits_are_back(traffic)
 
@@ -173,7 +163,7 @@ def test_a_master_that_stands_still_for_a_minute(master: Master) -> None:
         second = Traffic(other, "other")
         second.run_until_loaded(10)
         second.end()
-        with stopped(master):
+        with master.stopped():
             begun = time.monotonic()
             calls = _Calls(store)
             traffic.run_for(5)

@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from akv.core.buffers import ScatteredBuffer
     from akv.core.keys import BlockKey
     from akv.core.plan import Window
-    from akv.device.base import BlockBytes, Staged
+    from akv.device.base import Staged
     from akv.store import BlockStore
     from akv.store.base import Buffer, Outcome
 
@@ -220,7 +221,7 @@ class GatedDevice:
         """The length of a run of a block's bytes."""
         return self._inner.run_bytes
 
-    def blocks(self, window: Window) -> Sequence[BlockBytes]:
+    def blocks(self, window: Window) -> Sequence[ScatteredBuffer]:
         """Blocks that a store copies by itself, when its call goes on."""
         return self._inner.blocks(window)
 

@@ -94,3 +94,9 @@ class SessionClosedError(AkvError):
 
 class WrongThreadError(AkvError):
     """A blocking call was made where it would stop the loop it waits for."""
+
+
+def sentence(error: BaseException) -> str:
+    """``error`` as a reason: akv's own say all, others need their type."""
+    text = str(error)
+    return text if isinstance(error, AkvError) else f"{type(error).__name__}: {text}"

@@ -63,7 +63,7 @@ def transfer_windows(
     geometry: Geometry,
     *,
     max_bytes: int,
-    max_objects: int,
+    max_objects: int = 1024,
 ) -> tuple[Window, ...]:
     """Cut ``spans`` into windows; each has at least one object.
 

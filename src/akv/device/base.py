@@ -15,9 +15,10 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from akv.core.buffers import ScatteredBuffer
     from akv.core.plan import Window
 
-__all__ = ("BlockBytes", "Device", "ReachableMemory", "Staged")
+__all__ = ("Device", "ReachableMemory", "Staged")
 
 Staged = npt.NDArray[np.uint8]
 """Staging of one window: ``[objects, object_bytes]``, contiguous, akv's own."""
@@ -57,28 +58,6 @@ class Device(Protocol):
         ...
 
 
-class BlockBytes(Protocol):
-    """One block's bytes in the engine's memory; a store takes it for a buffer."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole object."""
-        ...
-
-    @property
-    def runs(self) -> Sequence[tuple[int, int]]:
-        """Address and bytes of each run, in an object's order."""
-        ...
-
-    def fill(self, source: memoryview) -> None:
-        """Copy an object into the block."""
-        ...
-
-    def drain(self, target: memoryview) -> None:
-        """Copy the block into an object."""
-        ...
-
-
 @runtime_checkable
 class ReachableMemory(Protocol):
     """A device whose memory the CPU, and so a store, can reach by itself."""
@@ -93,6 +72,6 @@ class ReachableMemory(Protocol):
         """The length of a run of a block's bytes, on the average."""
         ...
 
-    def blocks(self, window: Window) -> Sequence[BlockBytes]:
+    def blocks(self, window: Window) -> Sequence[ScatteredBuffer]:
         """The window's blocks, in its order."""
         ...

@@ -63,7 +63,7 @@ class _GroupMemory:
 class HostBlock:
     """One block of the engine's memory as a store's buffer.
 
-    A :class:`~akv.store.base.ScatteredBuffer`. Good as long as the device.
+    A :class:`~akv.core.buffers.ScatteredBuffer`. Good as long as the device.
     """
 
     __slots__ = ("_block", "_group")

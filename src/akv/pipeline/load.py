@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import numpy as np
 
-from akv.core.errors import AkvError
+from akv.core.errors import AkvError, sentence
 from akv.core.events import (
     LoadCancelled,
     LoadFailed,
@@ -188,7 +188,6 @@ class LoadPipeline:
             # The breaker has heard of those calls, each when it was given up.
             run.reason = str(error)
             run.state = step(run.state, Expire(run.reason))
-            return self._outcome(run)
         except BaseException:
             self._observer.on(
                 LoadCancelled(
@@ -247,16 +246,12 @@ class LoadPipeline:
             return fetch
         keys = self._keys(run.spec, window)
         buffer = await self._staging.acquire()
-        if keys not in self._flights:
+        fetch = self._join(window, keys, asked)
+        if fetch is None:
             return self._fetch(window, keys, buffer, asked)
-        flight = self._flights[keys]
         # Somebody who has waited longer has begun the same.
         self._staging.release(buffer)
-        flight.holders += 1
-        now = time.monotonic()
-        return _Fetch(
-            window=window, flight=flight, shared=True, waited=now - asked, started=now
-        )
+        return fetch
 
     def _begin_nowait(self, run: _Run, window: Window) -> _Fetch | None:
         now = time.monotonic()
@@ -266,12 +261,24 @@ class LoadPipeline:
             call = self._gets.submit(lambda: self._store.get_into(keys, blocks))
             flight = _Flight(keys, None, call)
             return _Fetch(window=window, flight=flight, started=now)
-        if keys in self._flights:
-            flight = self._flights[keys]
-            flight.holders += 1
-            return _Fetch(window=window, flight=flight, shared=True, started=now)
+        fetch = self._join(window, keys, now)
+        if fetch is not None:
+            return fetch
         buffer = self._staging.acquire_nowait()
         return None if buffer is None else self._fetch(window, keys, buffer, now)
+
+    def _join(
+        self, window: Window, keys: tuple[BlockKey, ...], asked: float
+    ) -> _Fetch | None:
+        """A part in a fetch of the same keys, if one is under way."""
+        flight = self._flights.get(keys)
+        if flight is None:
+            return None
+        flight.holders += 1
+        now = time.monotonic()
+        return _Fetch(
+            window=window, flight=flight, shared=True, waited=now - asked, started=now
+        )
 
     def _fetch(
         self,
@@ -302,7 +309,7 @@ class LoadPipeline:
             if len(outcomes) != len(window):
                 outcomes = [Failure("the store answered for other keys")] * len(window)
         except Exception as error:  # noqa: BLE001
-            outcomes = [Failure(_sentence(error))] * len(window)
+            outcomes = [Failure(sentence(error))] * len(window)
         if not fetch.shared:
             self._breaker.heard(outcomes)
         bad = frozenset(
@@ -358,7 +365,7 @@ class LoadPipeline:
                 run.state = step(run.state, Placed(run.reason))
                 raise
         except Exception as error:  # noqa: BLE001
-            run.reason = _sentence(error)
+            run.reason = sentence(error)
             run.state = step(run.state, Expire(run.reason))
             return
         seconds = time.monotonic() - started
@@ -440,8 +447,3 @@ class LoadPipeline:
                 )
             case state:
                 raise AkvError(f"a load ended in state {state}")
-
-
-def _sentence(error: BaseException) -> str:
-    text = str(error)
-    return text if isinstance(error, AkvError) else f"{type(error).__name__}: {text}"

@@ -19,15 +19,15 @@ from akv.store.late import LateStore
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from akv.core.buffers import ScatteredBuffer
     from akv.core.geometry import Geometry
     from akv.core.plan import Window
     from akv.core.spec import Span
-    from akv.device.base import BlockBytes, Device
+    from akv.device.base import Device
     from akv.store.base import BlockStore
 
 __all__ = ("Route",)
 
-_MOST_OBJECTS = 1024
 _LEAST_DIRECT, _MOST_DIRECT = 4 << 20, 32 << 20
 """Bytes of a window that goes straight: one that is under way is waited for."""
 
@@ -95,11 +95,9 @@ class Route:
         if direct:
             sizes = (len(span) * self._geometry.slot_bytes for span in spans)
             most = min(_MOST_DIRECT, max(_LEAST_DIRECT, sum(sizes) // 4))
-        return transfer_windows(
-            spans, self._geometry, max_bytes=most, max_objects=_MOST_OBJECTS
-        )
+        return transfer_windows(spans, self._geometry, max_bytes=most)
 
-    def blocks(self, window: Window) -> Sequence[BlockBytes]:
+    def blocks(self, window: Window) -> Sequence[ScatteredBuffer]:
         """The window's blocks as buffers for the store, where it is straight."""
         assert self._memory is not None
         return self._memory.blocks(window)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
-from akv.core.errors import AkvError, DeadlineError
+from akv.core.errors import DeadlineError, sentence
 from akv.core.events import (
     Observer,
     SaveCancelled,
@@ -185,7 +185,6 @@ class SavePipeline:
                 spec.spans,
                 self._geometry,
                 max_bytes=self._window_bytes,
-                max_objects=1024,
             )
             self._observer.on(
                 SaveStarted(
@@ -247,11 +246,8 @@ class SavePipeline:
         except QuarantineFullError as error:
             # The breaker has heard of those calls, each when it was given up.
             run.reason = str(error)
-        except AkvError as error:
-            run.reason = str(error)
-            self._breaker.failure(run.reason)
         except Exception as error:  # noqa: BLE001
-            run.reason = f"{type(error).__name__}: {error}"
+            run.reason = sentence(error)
             self._breaker.failure(run.reason)
         finally:
             if run.put is not None:
@@ -383,8 +379,7 @@ class SavePipeline:
             await call.wait()
         except anyio.get_cancelled_exc_class():
             if not self._copies.withdraw(call):
-                with anyio.CancelScope(shield=True):
-                    await call.wait()
+                await call.fence()
             raise
 
     def _put(self, run: _Run, window: Window, buffer: StagingBuffer) -> _Put:

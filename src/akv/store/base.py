@@ -14,6 +14,8 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
+from akv.core.buffers import ScatteredBuffer
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -30,32 +32,6 @@ __all__ = (
     "Status",
     "StoreStatistics",
 )
-
-
-class ScatteredBuffer(Protocol):
-    """One object's bytes where the engine keeps them: several runs, in order.
-
-    The caller owns the memory. Copies come from any thread and do not hold
-    the interpreter's lock for long.
-    """
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all runs together: the object's length."""
-        ...
-
-    @property
-    def runs(self) -> Sequence[tuple[int, int]]:
-        """Address and bytes of each run."""
-        ...
-
-    def fill(self, source: memoryview) -> None:
-        """Copy ``nbytes`` bytes of ``source`` into the runs."""
-        ...
-
-    def drain(self, target: memoryview) -> None:
-        """Copy the runs into ``target``, which has ``nbytes`` bytes."""
-        ...
 
 
 Buffer: TypeAlias = memoryview | ScatteredBuffer

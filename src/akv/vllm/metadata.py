@@ -56,6 +56,7 @@ class LoadReport:
 
     request_id: str
     seconds: float
+    failed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,6 @@ class AkvWorkerMetadata(KVConnectorWorkerMetadata):
 
     saves: tuple[SaveReport, ...] = ()
     unreadable: tuple[bytes, ...] = ()
-    failed_loads: tuple[str, ...] = ()
     loads: tuple[LoadReport, ...] = ()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> AkvWorkerMetadata:
@@ -74,7 +74,6 @@ class AkvWorkerMetadata(KVConnectorWorkerMetadata):
         return AkvWorkerMetadata(
             saves=self.saves + other.saves,
             unreadable=self.unreadable + other.unreadable,
-            failed_loads=self.failed_loads + other.failed_loads,
             loads=self.loads + other.loads,
         )
 

@@ -440,12 +440,9 @@ class SchedulerSide:
             if load is not None:
                 # Of several workers the slowest one.
                 load.seconds = max(load.seconds, loaded.seconds)
-        for request_id in meta.failed_loads:
-            load = self._loads.get(request_id)
-            if load is not None:
-                load.flight.failed = True
-            tracked = self._requests.get(request_id)
-            if tracked is not None:
+                load.flight.failed |= loaded.failed
+            tracked = self._requests.get(loaded.request_id)
+            if loaded.failed and tracked is not None:
                 # Nothing more is promised to it, and what the engine has to
                 # compute after all may be saved again.
                 tracked.given_up = True

@@ -78,7 +78,6 @@ class WorkerSide:
         self._failed_blocks: set[int] = set()
         self._reports: list[SaveReport] = []
         self._unreadable: list[bytes] = []
-        self._failed_loads: list[str] = []
         self._load_reports: list[LoadReport] = []
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -156,12 +155,13 @@ class WorkerSide:
                         continue
                     results.finished_recving.add(spec.request_id)
                     self._load_reports.append(
-                        LoadReport(spec.request_id, ended.seconds)
+                        LoadReport(
+                            spec.request_id, ended.seconds, failed=bool(failed_blocks)
+                        )
                     )
                     if failed_blocks:
                         self._failed_blocks.update(failed_blocks)
                         self._unreadable += failed_hashes
-                        self._failed_loads.append(spec.request_id)
                         log.debug("akv: load of %s: %s", spec.request_id, reason)
                 case SaveCopiedOut(spec):
                     self._reports.append(SaveReport(spec.job_id, ended=False))
@@ -181,21 +181,14 @@ class WorkerSide:
 
     def build_connector_worker_meta(self) -> AkvWorkerMetadata | None:
         """What the scheduler side has to know, if anything."""
-        if not (
-            self._reports
-            or self._unreadable
-            or self._failed_loads
-            or self._load_reports
-        ):
+        if not (self._reports or self._unreadable or self._load_reports):
             return None
         meta = AkvWorkerMetadata(
             saves=tuple(self._reports),
             unreadable=tuple(self._unreadable),
-            failed_loads=tuple(self._failed_loads),
             loads=tuple(self._load_reports),
         )
-        self._reports, self._unreadable, self._failed_loads = [], [], []
-        self._load_reports = []
+        self._reports, self._unreadable, self._load_reports = [], [], []
         return meta
 
     def stats(self) -> AkvStats | None:

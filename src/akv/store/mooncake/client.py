@@ -199,36 +199,43 @@ class Client:
 
     def get(self, keys: Sequence[str], places: Sequence[Runs]) -> list[int]:
         """The bytes that came, or a code, for each key; keys differ."""
-        addresses, sizes = _split(places)
-        if all(len(runs) == 1 for runs in places):
-            return self._many(
-                self._native.batch_get_into,
-                keys,
-                [address for (address,) in addresses],
-                [size for (size,) in sizes],
-            )
-        return self._many(
-            self._native.batch_get_into_multi_buffers, keys, addresses, sizes
+        native = self._native
+        return self._move(
+            native.batch_get_into, native.batch_get_into_multi_buffers, keys, places
         )
 
     def put(self, keys: Sequence[str], places: Sequence[Runs]) -> list[int]:
         """0 or a code for each key; 0 also for a key that is there already."""
-        addresses, sizes = _split(places)
-        placement = self.placement()
+        native = self._native
+        return self._move(
+            native.batch_put_from,
+            native.batch_put_from_multi_buffers,
+            keys,
+            places,
+            self.placement(),
+        )
+
+    def _move(
+        self,
+        one_run: Callable[..., Any],
+        any_runs: Callable[..., Any],
+        keys: Sequence[str],
+        places: Sequence[Runs],
+        *more: Any,
+    ) -> list[int]:
+        """Move objects of one run each with ``one_run``, which is quicker."""
         if all(len(runs) == 1 for runs in places):
+            flat = [run for (run,) in places]
+            addresses = [address for address, _ in flat]
             return self._many(
-                self._native.batch_put_from,
-                keys,
-                [address for (address,) in addresses],
-                [size for (size,) in sizes],
-                placement,
+                one_run, keys, addresses, [size for _, size in flat], *more
             )
         return self._many(
-            self._native.batch_put_from_multi_buffers,
+            any_runs,
             keys,
-            addresses,
-            sizes,
-            placement,
+            [[address for address, _ in runs] for runs in places],
+            [[size for _, size in runs] for runs in places],
+            *more,
         )
 
     def create(self, key: str, address: int, size: int, placement: Any) -> int:
@@ -291,12 +298,6 @@ class Client:
         except Exception as error:
             msg = f"Mooncake raised {type(error).__name__}: {error}"
             raise StoreError(msg) from error
-
-
-def _split(places: Sequence[Runs]) -> tuple[list[list[int]], list[list[int]]]:
-    addresses = [[address for address, _ in runs] for runs in places]
-    sizes = [[size for _, size in runs] for runs in places]
-    return addresses, sizes
 
 
 def _set_timeouts(address: MooncakeAddress) -> None:

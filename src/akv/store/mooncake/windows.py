@@ -1,11 +1,11 @@
 """Cutting one call into calls that Mooncake can take.
 
 Over TCP a client queues at most 2,048 segments for one peer, all its calls
-together; what is beyond fails and can break the client for good. A segment is a run of
-bytes on this side: one for an object in akv's staging, several for one in the
-engine's memory. So a call carries 256 of them at most (or one object of more),
-and eight calls run at once. Bytes are bounded so that a call ends long before
-its lease does, and scratch by the size of its piece. Pure.
+together; what is beyond fails and can break the client for good. A segment is
+a run of bytes on this side: one for an object in akv's staging, several for one
+in the engine's memory. So a call carries 256 of them at most (or one object of
+more), and eight calls run at once. Bytes are bounded so that a call ends long
+before its lease does, and scratch by the size of its piece. Pure.
 """
 
 from __future__ import annotations
