@@ -11,7 +11,6 @@ import threading
 from typing import TYPE_CHECKING
 
 import pytest
-from serving import HASHES, serving
 
 from akv.core.events import (
     Event,
@@ -26,6 +25,7 @@ from akv.sinks.jsonl import JsonLines, rolled
 from akv.store import MemoryStore
 from akv.trace.reading import LogError, Tail, read_logs
 from akv.trace.story import tell
+from serving import HASHES, serving
 
 if TYPE_CHECKING:
     from pathlib import Path

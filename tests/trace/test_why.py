@@ -6,19 +6,22 @@ while something goes wrong, and then reads what `akv trace` says.
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import anyio
+import anyio.to_thread
 import pytest
 from bugs.rig import CountingStore, serve, step_until, until_answered
-from serving import HASHES, serving
 
 import akv
-from akv.store import MemoryStore, Status
+from akv.store import Failure, MemoryStore, Status
 from akv.testing.stores import Fault, FaultyStore, GatedStore
+from serving import HASHES, serving
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from bugs.rig import Rig
 
@@ -326,3 +329,84 @@ def test_the_store_is_not_asked_by_the_trace(
     calls = len(rig.scheduler(CountingStore).keys(verb))
     why("r")
     assert len(rig.scheduler(CountingStore).keys(verb)) == calls
+
+
+@pytest.mark.anyio
+async def test_a_save_that_is_under_way_is_told_to_who_came_too_early(
+    log: Path, why: Why
+) -> None:
+    """The put hangs while another request asks for its blocks."""
+    store = GatedStore(MemoryStore(), gated=("put_from",))
+    async with serving(log, store) as server, anyio.create_task_group() as tasks:
+        tasks.start_soon(server.save, "writer", HASHES)
+        await anyio.to_thread.run_sync(store.wait_until_held)
+        assert await server.lookup("early", HASHES) == 0
+        store.open()
+    told = why("early")
+    assert "still being saved: Block 0" in told
+    assert "the save of request writer" in told
+
+
+@pytest.mark.anyio
+async def test_a_load_that_the_store_fails_is_told_with_its_words(
+    log: Path, why: Why
+) -> None:
+    """An error code of the store."""
+
+    def decide(verb: str, keys: Sequence[BlockKey]) -> Fault | None:
+        wrong = verb == "get_into"
+        return Fault(outcomes={0: Failure("transfer failed", -800)}) if wrong else None
+
+    async with serving(log, FaultyStore(MemoryStore(), decide)) as server:
+        await server.save("writer", HASHES)
+        await server.load("unlucky", HASHES)
+    told = why("unlucky")
+    assert "load failed: 9 of 10 blocks were promised and did not land" in told
+    assert "loaded      1 blocks\n" in told
+    assert "transfer failed" in told
+
+
+@pytest.mark.anyio
+async def test_a_load_whose_request_ended_is_told(log: Path, why: Why) -> None:
+    """The client hung up while the store was being asked."""
+    store = GatedStore(MemoryStore(), gated=("get_into",))
+    async with serving(log, store) as server:
+        await server.save("writer", HASHES)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(server.load, "gone", HASHES)
+            await anyio.to_thread.run_sync(store.wait_until_held)
+            tasks.cancel_scope.cancel()
+        store.open()
+    assert "cancelled: The load ended because its request did." in why("gone")
+
+
+def test_a_request_that_waited_for_another_ones_load_is_told(
+    rig: Rig, log: Path, logging: Engines, why: Why
+) -> None:
+    """Both have the same prompt; the blocks are fetched once."""
+    rig.seed(PROMPT)
+    rig.through(lambda inner: GatedStore(inner, gated=("get_into",)))
+    with logging() as engine:
+        engine.add_request(PROMPT, 1, "leader")
+        step_until(engine, lambda: rig.worker(GatedStore).held)
+        engine.add_request(PROMPT, 1, "follower")
+        step_until(engine, lambda: "akv.load.joined" in log.read_text())
+        rig.worker(GatedStore).open()
+        finish(engine, "follower")
+    told = why("follower")
+    assert (
+        "waited for another request: It waited for the load of request leader" in told
+    )
+    assert "waited for  leader" in told
+
+
+def test_every_reason_is_on_the_page() -> None:
+    """The table of docs/tracing.md has the names that scripts get, and no others."""
+    root = Path(__file__).resolve().parents[2]
+    source = (root / "src" / "akv" / "trace" / "why.py").read_text()
+    given = set(re.findall(r'Finding\(\s*"([a-z ]+)"', source))
+    page = (root / "docs" / "tracing.md").read_text()
+    table = page.partition("| reason |")[2].partition("\n\n")[0]
+    rows = [line.split("|")[1] for line in table.splitlines()[2:]]
+    assert {name for row in rows for name in re.findall("`([a-z ]+)`", row)} == given
+    assert len(given) > 10

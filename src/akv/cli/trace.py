@@ -74,23 +74,28 @@ def run(options: argparse.Namespace) -> int:
     if options.request is not None:
         _tell_one(options, log, stories)
     pictures = options.chrome or options.html
-    summary = summarise(stories, seconds=_seconds(log))
     if options.summary or not (pictures or options.request is not None):
-        if options.json:
-            print(json.dumps(asdict(summary), indent=2))
-        else:
-            print("\n".join(summary_lines(summary)))
-            if log.unreadable or log.unknown:
-                print(
-                    f"\n{log.unreadable} lines could not be read, {log.unknown} events "
-                    "are of another version"
-                )
+        _tell_all(options, log, stories)
     if options.chrome:
         _write(options.chrome, json.dumps(chrome_trace(log, stories)))
     if options.html:
         title = ", ".join(Path(name).name for name in options.files)
+        summary = summarise(stories, seconds=_seconds(log))
         _write(options.html, html_page(log, stories, summary, title=title))
     return 0
+
+
+def _tell_all(options: argparse.Namespace, log: Log, stories: Stories) -> None:
+    summary = summarise(stories, seconds=_seconds(log))
+    if options.json:
+        print(json.dumps(asdict(summary), indent=2))
+        return
+    print("\n".join(summary_lines(summary)))
+    if log.unreadable or log.unknown:
+        print(
+            f"\n{log.unreadable} lines could not be read, {log.unknown} events are of "
+            "another version"
+        )
 
 
 def _tell_one(options: argparse.Namespace, log: Log, stories: Stories) -> None:

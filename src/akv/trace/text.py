@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ def facts(story: Story, background: Background) -> dict[str, Any]:
     rounded, left = story.rounded(size)
     landed = sum(load.landed for load in story.loads if load.ended is not None)
     loads = story.loads
+    failed = sum(load.failed for load in loads)
     return {
         "request_id": story.request_id,
         "at": story.began,
@@ -62,11 +64,12 @@ def facts(story: Story, background: Background) -> dict[str, Any]:
         "tokens_rounded_off": rounded if promised else None,
         "tokens_not_worth": left if promised else None,
         "tokens_promised": story.promised_tokens if decided else None,
-        "tokens_loaded": landed * size,
+        # What landed behind a block that did not cannot be used.
+        "tokens_loaded": None if failed else landed * size,
         "blocks_asked": sum(lookup.asked for lookup in story.lookups),
         "blocks_found": sum(lookup.found for lookup in story.lookups),
         "blocks_loaded": landed,
-        "blocks_failed": sum(load.failed for load in loads),
+        "blocks_failed": failed,
         "waited_for": [joined.leader for joined in story.joined],
         "bytes_loading": sum(load.bytes for load in loads),
         "blocks_saved": sum(save.stored + save.existed for save in story.saves),
@@ -110,11 +113,12 @@ def story_lines(
 
 def records_of(story: Story, log: Log) -> list[Record]:
     """The records of one story, in the order of time."""
+    first = bisect_left(log.records, story.began, key=lambda record: record.at)
+    last = bisect_right(log.records, story.ended, key=lambda record: record.at)
     return [
         record
-        for record in log.records
-        if story.began <= record.at <= story.ended
-        and getattr(record.event, "request_id", None) == story.request_id
+        for record in log.records[first:last]
+        if getattr(record.event, "request_id", None) == story.request_id
     ]
 
 
@@ -187,7 +191,7 @@ def _rows(known: dict[str, Any]) -> Iterator[tuple[str, str]]:
         value = known[name]
         return "" if value is None else f"{value} tokens"
 
-    size = known["block_tokens"]
+    size, failed = known["block_tokens"], known["blocks_failed"]
     yield "asked", tokens("tokens_asked")
     yield "local", tokens("tokens_local")
     yield "hit", tokens("tokens_hit")
@@ -202,9 +206,9 @@ def _rows(known: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield (
         "loaded",
         f"{known['blocks_loaded']} blocks"
-        + (f", {known['tokens_loaded']} tokens" if size else ""),
+        + (f", {known['tokens_loaded']} tokens" if size and not failed else ""),
     )
-    yield "failed", f"{known['blocks_failed']} blocks"
+    yield "failed", f"{failed} blocks"
     yield (
         "saved",
         f"{known['blocks_saved']} blocks, {known['blocks_dropped']} dropped",

@@ -7,6 +7,7 @@ Pure.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 __all__ = ("Finding", "explain")
 
 _ALONE = "left alone"
+_NEWEST = 100
+"""Saves of one block that are looked at: it is saved again when it was evicted."""
+
 _WORTH = (
     "akv expects computing them to take less time than loading them, by what both "
     "have taken so far; load_or_compute=false loads all the same."
@@ -118,16 +122,12 @@ def _miss(lookup: Lookup, background: Background) -> Finding:
     size = background.block_tokens(lookup.pid)
     tokens = f" (tokens {number * size} to {(number + 1) * size - 1})" if size else ""
     lost = f"Block {number}{tokens} was not in the store"
-    before = [
-        drop
-        for drop in background.drops.get(lookup.missed, ())
-        if drop.at <= lookup.started
-    ]
-    saves = [
-        save
-        for save in background.saves.get(lookup.missed, ())
-        if save.started <= lookup.started
-    ]
+    drops = background.drops.get(lookup.missed, [])
+    stop = bisect_right(drops, lookup.started, key=lambda drop: drop.at)
+    before = drops[max(0, stop - 1) : stop]
+    saves = background.saves.get(lookup.missed, [])
+    end = bisect_right(saves, lookup.started, key=lambda save: save.started)
+    saves = saves[max(0, end - _NEWEST) : end]
     # Records that do not name a key space are of the lookup's.
     here = [save for save in saves if save.space in {lookup.space, ""}]
     elsewhere = [save for save in saves if save not in here]
