@@ -30,7 +30,7 @@ SETTINGS: dict[str, Any] = {
 BLOCKS = 64
 """Of the engine: fewer than what comes again has."""
 DEADLINES = 2 * SETTINGS["lookup_deadline"] + SETTINGS["load_deadline"]
-LONGEST = DEADLINES + 6.0
+LONGEST = DEADLINES + 1.5
 """Seconds that a request may take: its deadlines, with room for a busy machine."""
 
 _AGAIN = 20

@@ -167,6 +167,7 @@ def test_a_master_that_stands_still_for_a_minute(master: Master) -> None:
             begun = time.monotonic()
             calls = _Calls(store)
             traffic.run_for(5)
+            traffic.end()  # nobody steps it while the others run
             assert not other.reset_prefix_cache(reset_connector=True)
             landed = second.landed
             second.run_for(5)
