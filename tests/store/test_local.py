@@ -23,6 +23,8 @@ from akv.store.local.ticks import now_ms
 from akv.testing import empty_buffer, is_value_of, key_of, value_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from store.nursery import Nursery
 
     from akv.core.keys import BlockKey
@@ -288,10 +290,10 @@ def test_a_slot_that_changed_hands_during_the_copy_is_a_miss(
         slab = store._opened.slab
         read = slab.read
 
-        def read_late(slot: int, target: Buffer) -> None:
+        def read_late(slots: Sequence[int], targets: Sequence[Buffer]) -> None:
             store.remove([key])
             store.put_from([key], [value_of(b"another", 100)])
-            read(slot, target)
+            read(slots, targets)
 
         slab.read = read_late  # type: ignore[method-assign]
         try:
@@ -325,7 +327,7 @@ def _slot(slab: object, at: int) -> memoryview:
 
     assert isinstance(slab, Slab)
     buffer = empty_buffer(100)
-    slab.read(at, buffer)
+    slab.read([at], [buffer])
     return buffer
 
 

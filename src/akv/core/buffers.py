@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,10 +27,16 @@ class ScatteredBuffer(Protocol):
         """Address and bytes of each run."""
         ...
 
-    def fill(self, source: memoryview) -> None:
-        """Copy ``nbytes`` bytes of ``source`` into the runs."""
+    @staticmethod
+    def fill(buffers: Sequence[Any], rows: Any, numbers: Sequence[int]) -> None:
+        """Copy some rows of an array into as many buffers of this kind.
+
+        ``rows`` is a numpy array of bytes ``[rows, row_bytes]`` whose rows are
+        each in one run and at least as long as a buffer.
+        """
         ...
 
-    def drain(self, target: memoryview) -> None:
-        """Copy the runs into ``target``, which has ``nbytes`` bytes."""
+    @staticmethod
+    def drain(buffers: Sequence[Any], rows: Any, numbers: Sequence[int]) -> None:
+        """Copy buffers of this kind into as many rows of an array."""
         ...

@@ -1,14 +1,17 @@
 """Memory that the CPU can reach: blocks are copied by numpy, without the GIL.
 
-One copy for each object and run of regions. Regions that lie behind one
-another are one run of bytes, and runs at even distances in one piece of memory
-are one strided copy: where all layers share a piece, a whole object is one
-call, which costs a microsecond and lets go of the interpreter's lock once.
+One call of numpy for each run of regions moves all of a window's blocks, each
+as one element of a type of that size. Regions that lie behind one another are
+one run, and runs at even distances in one piece of memory are one array: where
+all layers share a piece, a window is one call, and where each has its own, a
+call for each layer. A call costs a microsecond and takes the interpreter's
+lock twice, so that copies block by block would stand in each other's way.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import eq
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +20,7 @@ import numpy.typing as npt
 from akv.core.errors import PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from akv.core.geometry import Geometry, Group, Region
     from akv.core.plan import Window
@@ -41,16 +44,20 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Copies:
-    """Runs that one strided copy moves.
+    """Runs that one copy moves, for any number of blocks.
 
-    :ivar blocks: the engine's memory as ``[num_blocks, runs, size]``
+    :ivar blocks: the engine's memory as ``[num_blocks, runs]``, a run an element
     :ivar first: where in an object the first of these bytes is
     :ivar last: where the bytes behind them begin
     """
 
-    blocks: Memory
+    blocks: npt.NDArray[np.void]
     first: int
     last: int
+
+    def of(self, rows: Memory) -> npt.NDArray[np.void]:
+        """The same runs of objects, as ``[objects, runs]``."""
+        return rows[:, self.first : self.last].view(self.blocks.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,22 @@ class _GroupMemory:
     runs: tuple[_Run, ...]
     copies: tuple[_Copies, ...]
     object_bytes: int
+
+    def scatter(
+        self, rows: Memory, numbers: Sequence[int], blocks: Sequence[int]
+    ) -> None:
+        """Copy some rows, each an object, into as many blocks."""
+        source, target = _selection(numbers), _selection(blocks)
+        for copies in self.copies:
+            copies.blocks[target] = copies.of(rows)[source]
+
+    def gather(
+        self, rows: Memory, numbers: Sequence[int], blocks: Sequence[int]
+    ) -> None:
+        """Copy blocks into as many rows."""
+        source, target = _selection(blocks), _selection(numbers)
+        for copies in self.copies:
+            copies.of(rows)[target] = copies.blocks[source]
 
 
 class HostBlock:
@@ -85,21 +108,26 @@ class HostBlock:
             (run.address + block * run.stride, run.size) for run in self._group.runs
         ]
 
-    def fill(self, source: memoryview) -> None:
-        """Copy an object into the block."""
-        whole = np.frombuffer(source, dtype=np.uint8)
-        for copies in self._group.copies:
-            target = copies.blocks[self._block]
-            part = whole[copies.first : copies.last].reshape(target.shape)
-            np.copyto(target, part)
+    @staticmethod
+    def fill(
+        buffers: Sequence[HostBlock], rows: Memory, numbers: Sequence[int]
+    ) -> None:
+        """Copy objects, some rows of an array, into as many blocks."""
+        for group, pairs in _by_group(buffers, numbers):
+            group.scatter(rows, *pairs)
 
-    def drain(self, target: memoryview) -> None:
-        """Copy the block into an object."""
-        whole = np.frombuffer(target, dtype=np.uint8)
-        for copies in self._group.copies:
-            source = copies.blocks[self._block]
-            part = whole[copies.first : copies.last].reshape(source.shape)
-            np.copyto(part, source)
+    @staticmethod
+    def drain(
+        buffers: Sequence[HostBlock], rows: Memory, numbers: Sequence[int]
+    ) -> None:
+        """Copy blocks into as many rows of an array."""
+        for group, pairs in _by_group(buffers, numbers):
+            group.gather(rows, *pairs)
+
+    @property
+    def place(self) -> tuple[_GroupMemory, int]:
+        """The group's memory, and the block's number in it."""
+        return self._group, self._block
 
 
 class HostDevice:
@@ -143,8 +171,8 @@ class HostDevice:
 
     def gather(self, window: Window, staged: Staged, mark: Any) -> None:  # noqa: ARG002
         """Copy the window's blocks into ``staged``."""
-        for block, row in zip(self.blocks(window), staged, strict=True):
-            block.drain(row.data)
+        group = self._groups[window.group]
+        group.gather(staged, range(len(window)), window.block_ids)
 
     def scatter(
         self,
@@ -154,9 +182,9 @@ class HostDevice:
         mark: Any,  # noqa: ARG002
     ) -> None:
         """Copy ``staged`` into the window's blocks."""
-        blocks = self.blocks(window)
-        for row in range(len(blocks)) if rows is None else rows.tolist():
-            blocks[row].fill(staged[row].data)
+        numbers = range(len(window)) if rows is None else rows.tolist()
+        blocks = [window.block_ids[number] for number in numbers]
+        self._groups[window.group].scatter(staged, numbers, blocks)
 
     def _group(self, group: Group) -> _GroupMemory:
         runs: list[_Run] = []
@@ -206,7 +234,35 @@ class HostDevice:
             strides=(first.stride, distance, 1),
         )
         last = runs[-1]
-        return _Copies(blocks, first.offset, last.offset + last.size)
+        elements = blocks.view(np.dtype((np.void, first.size)))[..., 0]
+        return _Copies(elements, first.offset, last.offset + last.size)
+
+
+def _selection(numbers: Sequence[int]) -> slice | npt.NDArray[np.intp]:
+    """An index for ``numbers``: a slice where they are evenly apart.
+
+    A slice selects without a copy on the way.
+    """
+    count = len(numbers)
+    first = numbers[0] if count else 0
+    step = numbers[1] - first if count > 1 else 1
+    end = first + count * step
+    if step and all(map(eq, numbers, range(first, end, step))):
+        return slice(first, end if end >= 0 else None, step)
+    return np.fromiter(numbers, dtype=np.intp, count=count)
+
+
+def _by_group(
+    buffers: Sequence[HostBlock], numbers: Sequence[int]
+) -> Iterable[tuple[_GroupMemory, tuple[list[int], list[int]]]]:
+    """For each group the rows' numbers and the blocks' numbers."""
+    found: dict[int, tuple[_GroupMemory, tuple[list[int], list[int]]]] = {}
+    for buffer, number in zip(buffers, numbers, strict=True):
+        group, block = buffer.place
+        pairs = found.setdefault(id(group), (group, ([], [])))[1]
+        pairs[0].append(number)
+        pairs[1].append(block)
+    return found.values()
 
 
 def _continues(before: _Run, run: _Run) -> bool:

@@ -26,8 +26,10 @@ from akv.store.base import BlockStore, Failure, Status
 from akv.testing.values import empty_buffer, is_value_of, key_of, value_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    import numpy.typing as npt
 
 __all__ = ("StoreContract",)
 
@@ -475,11 +477,19 @@ class _Runs:
     def value(self) -> memoryview:
         return np.concatenate(self._parts).data
 
-    def fill(self, source: memoryview) -> None:
-        position = 0
-        for part in self._parts:
-            part.data[:] = source[position : position + part.nbytes]
-            position += part.nbytes
+    @staticmethod
+    def fill(
+        buffers: Sequence[_Runs], rows: npt.NDArray[np.uint8], numbers: Sequence[int]
+    ) -> None:
+        for buffer, number in zip(buffers, numbers, strict=True):
+            position = 0
+            for part in buffer._parts:
+                part[:] = rows[number, position : position + part.nbytes]
+                position += part.nbytes
 
-    def drain(self, target: memoryview) -> None:
-        target[:] = self.value()
+    @staticmethod
+    def drain(
+        buffers: Sequence[_Runs], rows: npt.NDArray[np.uint8], numbers: Sequence[int]
+    ) -> None:
+        for buffer, number in zip(buffers, numbers, strict=True):
+            rows[number, : buffer.nbytes] = np.concatenate(buffer._parts)

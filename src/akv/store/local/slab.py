@@ -22,11 +22,12 @@ import numpy as np
 import xxhash
 
 from akv.core.errors import StoreCorruptError, StoreMismatchError
-from akv.store.buffers import copy_in, copy_out
+from akv.store.buffers import copy_rows_in, copy_rows_out
 from akv.store.local.filesystem import PAGE, populate, reserve
 from akv.store.local.ticks import Ticks
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from akv.store.base import Buffer
@@ -204,13 +205,13 @@ class Slab:
             # Reading is safe beside writers; it still maps existing pages.
             int(self._bytes[::PAGE].sum(dtype=np.uint64))
 
-    def write(self, slot: int, source: Buffer) -> None:
-        """Copy an object into a slot that the caller has claimed."""
-        copy_out(source, self.view(slot, source.nbytes))
+    def write(self, slots: Sequence[int], sources: Sequence[Buffer]) -> None:
+        """Copy objects into slots that the caller has claimed."""
+        copy_rows_out(sources, self._slots, slots)
 
-    def read(self, slot: int, target: Buffer) -> None:
-        """Copy a slot's first bytes out, as many as ``target`` has."""
-        copy_in(target, self.view(slot, target.nbytes))
+    def read(self, slots: Sequence[int], targets: Sequence[Buffer]) -> None:
+        """Copy slots' first bytes out, as many as each target has."""
+        copy_rows_in(targets, self._slots, slots)
 
     def view(self, slot: int, length: int) -> memoryview:
         """The first ``length`` bytes of a slot; not to be kept."""

@@ -212,7 +212,7 @@ class LocalStore:
         self, opened: Opened, keys: Sequence[BlockKey], buffers: Sequence[Buffer]
     ) -> list[Outcome]:
         outcomes: list[Outcome] = [Status.MISS] * len(keys)
-        copied: list[tuple[int, bytes, Record, bool]] = []
+        found: list[tuple[int, bytes, Record]] = []
         for at, packed in enumerate(opened.index.find(keys)):
             if packed is None:
                 continue
@@ -223,18 +223,22 @@ class LocalStore:
                     f"{buffers[at].nbytes}"
                 )
                 continue
-            opened.slab.read(record.slot, buffers[at])
-            # Before the second look, which says whether it was this object still.
-            whole = not self._checksum or record.checksum == _digest(
-                _copied_bytes(opened, record, buffers[at])
-            )
-            copied.append((at, packed, record, whole))
-        if not copied:
+            found.append((at, packed, record))
+        if not found:
             return outcomes
-        again = opened.index.find([keys[at] for at, *_ in copied])
+        opened.slab.read(
+            [record.slot for *_, record in found], [buffers[at] for at, *_ in found]
+        )
+        # Before the second look, which says whether it was this object still.
+        sound = [
+            not self._checksum
+            or record.checksum == _digest(_copied_bytes(opened, record, buffers[at]))
+            for at, _, record in found
+        ]
+        again = opened.index.find([keys[at] for at, *_ in found])
         used: list[int] = []
         damaged: list[tuple[BlockKey, bytes]] = []
-        for (at, packed, record, whole), now in zip(copied, again, strict=True):
+        for (at, packed, record), whole, now in zip(found, sound, again, strict=True):
             if packed != now:
                 continue
             if not whole:
@@ -293,10 +297,10 @@ class LocalStore:
         self._tally({"evictions": evicted})
         held = [claim for claim in claims if isinstance(claim, Claim)]
         try:
+            sources = [buffers[chosen[claim.key]] for claim in held]
+            opened.slab.write([claim.slot for claim in held], sources)
             written = []
-            for claim in held:
-                source = buffers[chosen[claim.key]]
-                opened.slab.write(claim.slot, source)
+            for claim, source in zip(held, sources, strict=True):
                 written_bytes = opened.slab.view(claim.slot, source.nbytes)
                 checksum = _digest(written_bytes) if self._checksum else 0
                 written.append((claim, source.nbytes, checksum))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from akv.store.base import Failure, Outcome, Status
-from akv.store.buffers import copy_in
+from akv.store.buffers import copy_in, copy_out
 from akv.store.mooncake.memory import address_of
 from akv.store.mooncake.windows import Part, Runs
 
@@ -84,7 +84,7 @@ class Batch:
         source = self._buffers[first]
         if not isinstance(source, memoryview):
             whole = memoryview(bytearray(source.nbytes))
-            source.drain(whole)
+            copy_out(source, whole)
             source = whole
         copy_in(self._buffers[at], source)
 
