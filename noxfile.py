@@ -281,6 +281,28 @@ def system_libraries(session: nox.Session) -> None:
         session.error(f"that did not work: {shlex.join(command)}")
 
 
+def browser() -> None:
+    """Install a browser for the test of traces, where that is allowed.
+
+    A browser is worth one test and no failure: without it that test is skipped.
+    """
+    if shutil.which("chromium") or shutil.which("google-chrome"):
+        return
+    if shutil.which("apt-get") is None or os.geteuid() != 0:
+        say("no chromium here: the test that opens a trace in a browser is skipped")
+        return
+    say("from the system's packages: chromium, for one test (100 MB)")
+    quiet = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "chromium"]
+    for command in (["apt-get", "update", "-qq"], install):
+        try:
+            subprocess.run(command, env=quiet, timeout=300, capture_output=True)
+        except subprocess.TimeoutExpired:
+            say(f"left alone, it took too long: {shlex.join(command)}")
+    if shutil.which("chromium") is None:
+        say("that did not work: the test that opens a trace in a browser is skipped")
+
+
 def loads(library: str) -> bool:
     """Whether a shared library of the system is there."""
     try:
@@ -406,6 +428,7 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run all tests; arguments after `--` go to pytest."""
     shared_environment(session)
+    browser()
     shared_run(session, "-m", "pytest", *session.posargs, env=model(session))
 
 

@@ -1,17 +1,18 @@
 """An engine without a model on a pool whose master fails, or has no room.
 
-`faults/master`: the scheduler's thread in akv's hooks under steady traffic, while the
-master answers, stands still (SIGSTOP), is dead (SIGKILL) and has become a port that
-takes connections and never answers. Half of the prompts come again and are loaded from
-the pool while there is one. Shown are the 99th percentile and the longest call of each
-hook, beside a stretch of plain Python of about 40 us in each step: akv's own threads
-and Mooncake's live in this process too and take the interpreter and the two or more
-processors from whoever is in a hook. Then, for each fault, a session's lookups once
-it leaves the store alone.
+`faults/master`: the engine's thread in akv's hooks, those of the scheduler and those of
+the worker (one thread here), under steady traffic, while the master answers, stands
+still (SIGSTOP), is dead (SIGKILL) and has become a port that takes connections and
+never answers. Half of the prompts come again and are loaded from the pool while there
+is one. Shown are the 99th percentile and the longest call of each hook, beside a
+stretch of plain Python of about 40 us in each step: akv's own threads and Mooncake's
+live in this process too and take the interpreter and the two or more processors from
+whoever is in a hook. Then, for each fault, a session's lookups once it leaves the store
+alone.
 
 `faults/full`: the time of an engine's step with a pool that has room, one that evicts,
-and one in which nothing can be evicted, so that every put ends with -200. Prompts are
-new each time, so every block of them is saved or dropped.
+and one full of pinned objects, where nothing can be evicted, so that every put ends
+with -200. Prompts are new each time, so every block of them is saved or dropped.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import mmap
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -27,10 +29,11 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import numpy as np
 
+from akv.store import MooncakeStore
+from akv.store.mooncake.memory import address_of
 from case_peer import (
     _HOOK_TARGET,
     _LOOKUP_TARGET,
-    _environment,
     _harness,
     _percentiles,
     _without_native_logs,
@@ -48,7 +51,7 @@ _MOST = 5000.0
 _MOST_TARGET = Target(_MOST, at_least=False)
 _FULL_TARGET = Target(1.2, at_least=False)
 _GNMT = "get_num_new_matched_tokens"
-_HOOKS = (
+_SCHEDULER_HOOKS = (
     "on_new_request",
     _GNMT,
     "update_state_after_alloc",
@@ -59,9 +62,20 @@ _HOOKS = (
     "take_events",
     "get_kv_connector_stats",
 )
+_WORKER_HOOKS = (
+    "handle_preemptions",
+    "bind_connector_metadata",
+    "start_load_kv",
+    "wait_for_save",
+    "get_transfer_results",
+    "get_block_ids_with_load_errors",
+    "build_connector_worker_meta",
+    "clear_connector_metadata",
+)
 _PLAIN = "plain Python"
 _AGAIN = 20
-_SMALL_SEGMENT = 32 << 20
+_SMALL_SEGMENT = 16 << 20
+_BLOCK = 32 << 10
 
 
 def _faults(master: Any) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
@@ -122,11 +136,12 @@ class _Traffic:
         while time.monotonic() < until:
             for _ in range(8 - len(engine.unfinished())):
                 number = next(self.numbers)
+                name = f"r-{number}"
                 if self.again and number % 2:
                     number %= _AGAIN
                 else:
                     number += _AGAIN
-                engine.add_request(_prompt(number, self.length), 4)
+                engine.add_request(_prompt(number, self.length), 4, name)
             engine.step()
             start = time.perf_counter()
             _plain_python()
@@ -178,8 +193,8 @@ def _hooks(
     fault: Callable[[], AbstractContextManager[Any]],
     seconds: float,
 ) -> Iterator[Row]:
-    """Each hook of the scheduler's thread from the moment of the fault on."""
-    with engine_class(extra_config=_settings(url), num_blocks=512) as engine:
+    """Each hook of both roles from the moment of the fault on."""
+    with engine_class(extra_config=_settings(url), num_blocks=128) as engine:
         traffic = _Traffic(engine, 193)
         traffic.run_for(1.5)
         if not engine.monitor.reported:
@@ -188,15 +203,23 @@ def _hooks(
         gc.freeze()
         gc.disable()
         try:
-            recorded = engine.hook_times["scheduler"]
-            before = {hook: len(recorded[hook]) for hook in _HOOKS}
+            recorded = {
+                hook: times
+                for role, hooks in (
+                    ("scheduler", _SCHEDULER_HOOKS),
+                    ("worker", _WORKER_HOOKS),
+                )
+                for hook, times in engine.hook_times[role].items()
+                if hook in hooks
+            }
+            before = {hook: len(times) for hook, times in recorded.items()}
             traffic.plain.clear()
             with fault():
                 traffic.run_for(seconds)
                 calls = {
-                    hook: recorded[hook][before[hook] :]
-                    for hook in _HOOKS
-                    if len(recorded[hook]) > before[hook] + 3
+                    hook: times[before[hook] :]
+                    for hook, times in recorded.items()
+                    if len(times) > before[hook] + 3
                 }
                 plain = list(traffic.plain)
         finally:
@@ -230,12 +253,12 @@ def _settings(url: str) -> dict[str, Any]:
 
 
 def _measure_full(settings: Settings) -> list[Row]:
-    """Engines with pools of three kinds take turns; each new prompt is 2 MiB."""
+    """Engines with pools of three kinds take turns; a block has 32 KiB."""
     engine_class, _ = _harness()
     make = partial(
         engine_class,
         num_blocks=256,
-        layers=8,
+        layers=1,
         heads=4,
         head_size=64,
         max_num_batched_tokens=512,
@@ -244,25 +267,23 @@ def _measure_full(settings: Settings) -> list[Row]:
     )
     seconds = 1.5 if settings.quick else 4.0
     rounds = 3 if settings.quick else 5
-    kinds = {
-        "room": ("2GiB", ()),
-        "evicting": (str(_SMALL_SEGMENT), ("--default_kv_lease_ttl=200",)),
-        "nothing to evict": (
-            str(_SMALL_SEGMENT),
-            ("--default_kv_lease_ttl=600000", "--eviction_high_watermark_ratio=1.0"),
-        ),
+    kinds: dict[str, tuple[int, tuple[str, ...]]] = {
+        "room": (2 << 30, ()),
+        "evictions": (_SMALL_SEGMENT, ("--default_kv_lease_ttl=200",)),
+        "pinned objects only": (_SMALL_SEGMENT, ()),
     }
     steps: dict[str, list[float]] = {name: [] for name in kinds}
     rows: list[Row] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(_without_native_logs(settings.disk))
-        stack.enter_context(_environment(GLOG_minloglevel="3"))
         traffic: dict[str, _Traffic] = {}
         for name, (segment, flags) in kinds.items():
             master = stack.enter_context(_another(flags))
             url = master.url(protocol="tcp", segment=segment, hostname="127.0.0.1")
             engine = stack.enter_context(make(extra_config=_settings(url)))
-            traffic[name] = _Traffic(engine, 129, again=name == "nothing to evict")
+            traffic[name] = _Traffic(engine, 129, again=False)
+            if name == "pinned objects only":
+                _pin_all(url)
             traffic[name].run_for(1.5)
         for _ in range(rounds):
             for name, one in traffic.items():
@@ -277,6 +298,20 @@ def _measure_full(settings: Settings) -> list[Row]:
     return rows
 
 
+def _pin_all(url: str) -> None:
+    """Fill the pool with objects that are never evicted."""
+    store = MooncakeStore.open(url, slot_bytes=_BLOCK, lend_memory=False)
+    memory = memoryview(mmap.mmap(-1, _BLOCK))
+    store.register(memory)
+    address = address_of(memory)
+    with contextlib.closing(store), store._link.use() as client:
+        placement = client.placement(pinned=True)
+        placement.replica_num = 1
+        for number in itertools.count():
+            if client.create(f"pinned-{number}", address, _BLOCK, placement):
+                break
+
+
 def _another(flags: tuple[str, ...]) -> Any:
     from mooncake_master import Master
 
@@ -287,14 +322,15 @@ def _full_row(name: str, steps: dict[str, list[float]], rounds: int, store: Any)
     mine, room = steps[name], steps["room"]
     ratio = Spread.of([a / b for a, b in zip(mine, room, strict=True)])
     plain = name == "room"
+    full = store.no_room or store.evictions
     counts = {
         "stored": store.puts,
         "no_room": store.no_room,
         "evictions": store.evictions,
         "failures": store.failures,
     }
-    if not plain and not (store.no_room or store.evictions):
-        raise RuntimeError(f"the pool is not full: {counts}")
+    if plain == bool(full):
+        raise RuntimeError(f"pool with {name}: {counts}")
     shown = ", ".join(f"{key} {value}" for key, value in counts.items())
     return Row(
         case="faults/full",
@@ -315,7 +351,7 @@ def _full_row(name: str, steps: dict[str, list[float]], rounds: int, store: Any)
 CASES = [
     Case(
         name="faults/master",
-        title="scheduler hooks while the master runs, stands still, is dead or silent",
+        title="hooks while the master runs, stands still, is dead or silent",
         run=_measure_faults,
     ),
     Case(

@@ -46,6 +46,8 @@ python_use_unqualified_type_names = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!akv\b)[a-z_]+(\..*)?"),
     (r"py:.*", r"(Any|ClassVar|Path|Self|T|Protocol|NewType)"),
+    # Where an annotation cannot be evaluated, it is cut at its first comma.
+    (r"py:.*", r"(Mapping|tuple)\[int"),
     (r"py:.*", r"(Callable|Iterable|AsyncIterator|Mapping|Sequence)"),
     (r"py:.*", r"(npt?\..*|NDArray|uint8|intp|Memory)"),
     (r"py:.*", r"(OSError|TypeError|ValueError|TimeoutError)"),

@@ -18,6 +18,13 @@ def master() -> Iterator[Master]:
         yield master
 
 
+@pytest.fixture
+def hasty_master() -> Iterator[Master]:
+    """A master whose leases end after 0.2 s, so that nearly all can be evicted."""
+    with make_master("--default_kv_lease_ttl=200") as master:
+        yield master
+
+
 @pytest.fixture(scope="class")
 def class_master() -> Iterator[Master]:
     """A master for all tests of a class, whose pool is empty between them.

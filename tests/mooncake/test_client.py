@@ -12,7 +12,7 @@ from mooncake_master import HOST, BlackHole, free_port
 from akv.store import open_store
 from akv.store.mooncake import MooncakeStore
 from akv.store.mooncake.client import _missing_library, master_answers
-from akv.store.mooncake.prefault import mappings, prefault
+from akv.store.mooncake.prefault import _new, mappings, prefault
 
 if TYPE_CHECKING:
     import pytest
@@ -76,3 +76,23 @@ def test_the_pages_of_one_new_mapping_of_that_size_are_made_ready() -> None:
     assert prefault(mappings(), size) == 0
     assert prefault(before, 0) == 0
     fresh.close()
+
+
+def test_a_mapping_that_has_grown_onto_its_neighbour_is_made_ready() -> None:
+    """The segment of a second pool comes beside the first one's: one mapping."""
+    size = 96 << 20
+    kept = [mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)]
+    before = mappings()
+    kept.append(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    assert prefault(before, size) in (0, size)  # 0: an older kernel
+    start = 1 << 40
+    one, both = {start: size}, {start: 2 * size}
+    assert list(_new(one, both)) == [(start + size, start + 2 * size)]
+    assert list(_new({start + size: size}, both)) == [(start, start + size)]
+    assert list(_new({start + size: 4096}, both)) == [
+        (start, start + size),
+        (start + size + 4096, start + 2 * size),
+    ]
+    assert list(_new(both, both)) == list(_new(both, one)) == []
+    for mapping in kept:
+        mapping.close()

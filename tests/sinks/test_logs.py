@@ -18,6 +18,8 @@ from akv.core.events import (
     BreakerOpened,
     LoadLanded,
     MemoryQuarantined,
+    SavesResumed,
+    SavesShed,
     SessionClosed,
 )
 from akv.sinks.fanout import Fanout
@@ -174,6 +176,18 @@ def test_levels_of_the_standard_library_decide(
     for event in events:
         sink.on(event)
     assert len(lines.records) == seen
+
+
+def test_saves_that_are_shed_are_a_warning_and_their_return_is_told(
+    lines: Lines, request: pytest.FixtureRequest
+) -> None:
+    """A host that logs at info sees both, one at warning sees the trouble."""
+    logging.getLogger(request.node.name).setLevel(logging.INFO)
+    sink = LogSink(role="server", logger=request.node.name)
+    sink.on(SavesShed(url="memory:", reason="puts take 40 times the best"))
+    sink.on(SavesResumed(url="memory:", seconds=2.0))
+    assert lines.fields("akv.saves.shed")["levelno"] == logging.WARNING
+    assert lines.fields("akv.saves.resumed")["levelno"] == logging.INFO
 
 
 def test_what_the_host_has_bound_is_in_akvs_lines(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
@@ -23,12 +24,16 @@ from akv.core.events import (
     LoadPromised,
     LoadStarted,
     MemoryQuarantined,
+    SaveCopied,
     SaveDropped,
     SaveStarted,
     SaveStored,
     SessionClosed,
     SessionOpened,
+    WindowFetched,
 )
+from akv.core.shed import Marks
+from akv.pipeline.shed import Shedder
 from akv.sinks.metrics import METRICS, OTHER, Kind, Meter, PrometheusSink
 from akv.store import MemoryStore
 from akv.store.base import Failure, Status
@@ -120,7 +125,41 @@ def test_the_same_load_begun_twice_is_in_flight_once() -> None:
     assert sums.of(started, started) == {
         "inflight_operations load": 1,
         "inflight_bytes load": 64,
+        "queued_operations load": 1,
     }
+
+
+def test_what_waits_is_in_the_queue_until_it_moves_or_ends() -> None:
+    """A load until its first window has come, a save until it has been copied."""
+    sums = Sums()
+    loads = [
+        LoadStarted(request_id="r", load_id=number, objects=2, bytes=64)
+        for number in (1, 2)
+    ]
+    save = SaveStarted(request_id="r", job_id=1, objects=4, bytes=64)
+    assert sums.of(*loads, save)["queued_operations load"] == 2
+    assert sums.totals["queued_operations save"] == 1
+    window = WindowFetched(
+        request_id="r",
+        load_id=1,
+        window=0,
+        objects=1,
+        bytes=32,
+        failed=0,
+        shared=False,
+        wait_seconds=0.0,
+        seconds=0.1,
+    )
+    copied = SaveCopied(request_id="r", job_id=1, seconds=0.1)
+    sums.of(window, window, copied)
+    assert sums.totals["queued_operations load"] == 1
+    assert sums.totals["queued_operations save"] == 0
+    assert sums.totals["inflight_operations load"] == 2
+    failed = LoadFailed(
+        request_id="r", load_id=2, objects=2, failed=2, reason="", seconds=0.1
+    )
+    sums.of(failed)
+    assert sums.totals["queued_operations load"] == 0
 
 
 def test_a_save_that_is_stored_in_part_ends_once() -> None:
@@ -285,6 +324,63 @@ async def test_deadlines_breaker_and_quarantine_are_counted() -> None:
 
 
 @pytest.mark.anyio
+async def test_what_a_full_quarantine_refuses_is_counted_as_that() -> None:
+    """One call that hangs holds all that may be held of two buffers."""
+    store = GatedStore(MemoryStore(name=""), gated=("get_into", "put_from"))
+    registry = CollectorRegistry()
+    memory = Memory()
+    config = akv.Config(
+        store="memory:",
+        max_load_bytes=2 * OBJECT,
+        max_save_bytes=2 * OBJECT,
+        load_deadline=0.05,
+        save_deadline=0.05,
+    )
+    async with akv.open_session(
+        config,
+        memory.geometry,
+        memory.device,
+        store=store,
+        observer=PrometheusSink(registry),
+    ) as session:
+        await session.load(load_spec(HASHES[:1], (4,)))
+        await session.load(load_spec(prompt(2, 1), (5,), load_id=2))
+        await session.save(save_spec(HASHES[:1], (0,)))
+        await session.save(save_spec(prompt(2, 1), (1,), job_id=2, chain=2))
+        for metric in ("load_failed_blocks_total", "stores_dropped_total"):
+            assert value(registry, metric, reason="deadline") == 1
+            assert value(registry, metric, reason="quarantine") == 1
+        store.open()
+
+
+@pytest.mark.anyio
+async def test_saves_that_are_shed_are_counted_as_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first one found no room, so the next ones do not try."""
+    marks = Marks(full=0.0, pause=60.0, longest_pause=60.0, retries=())
+    monkeypatch.setattr("akv.pipeline.save.Shedder", partial(Shedder, marks=marks))
+    store = FaultyStore(MemoryStore(name=""), _fails("put_from", Status.NO_ROOM))
+    registry = CollectorRegistry()
+    memory = Memory()
+    async with akv.open_session(
+        CONFIG,
+        memory.geometry,
+        memory.device,
+        store=store,
+        observer=PrometheusSink(registry),
+    ) as session:
+        for number in range(1, 4):
+            spec = save_spec(prompt(number, 1), (0,), job_id=number, chain=number)
+            await session.save(spec)
+        assert value(registry, "sheds_open") == 1
+        shed = value(registry, "stores_dropped_total", reason="shed")
+        full = value(registry, "stores_dropped_total", reason="no_room")
+        assert (shed + full, shed) in {(3, 1), (3, 2)}
+    assert value(registry, "sheds_open") == 0
+
+
+@pytest.mark.anyio
 async def test_cancelled_operations_are_counted_and_not_in_flight() -> None:
     """A lookup, a load and a save whose tasks are cancelled in the middle."""
     store = GatedStore(MemoryStore(name=""), gated=("exists", "get_into"))
@@ -305,6 +401,7 @@ async def test_cancelled_operations_are_counted_and_not_in_flight() -> None:
             for operation in ("lookup", "load", "save"):
                 assert value(registry, "inflight_operations", operation=operation) == 1
             assert value(registry, "inflight_bytes", operation="load") == 4 * OBJECT
+            assert value(registry, "queued_operations", operation="load") == 1
             tasks.cancel_scope.cancel()
         for operation in ("lookup", "load", "save"):
             assert value(registry, "inflight_operations", operation=operation) == 0

@@ -1,4 +1,4 @@
-"""Which way a load's bytes take: straight, or by way of akv's staging.
+"""Which way a load's or a save's bytes take: straight, or by way of akv's staging.
 
 Straight is one copy instead of two, but then the store's own call touches the
 engine's blocks, and nobody may use them before it has ended. So it is for
@@ -33,7 +33,7 @@ _LEAST_DIRECT, _MOST_DIRECT = 4 << 20, 32 << 20
 
 
 class Route:
-    """The way of one session's loads.
+    """The way of one session's loads and saves.
 
     :param transfer: ``direct``, ``staged``, or ``auto``: as the store says
     :param staged_bytes: the most bytes of a window by way of staging
@@ -63,7 +63,7 @@ class Route:
             )
 
     def is_direct(self) -> bool:
-        """Whether it is straight; to be asked once for each load.
+        """Whether it is straight; to be asked once for each load and save.
 
         A store that could not be opened at first may change the answer.
         """

@@ -1,7 +1,9 @@
 """A save: blocks of the engine into staging, and from there into the store.
 
 The engine's blocks are needed until they have been copied, which is long
-before the store has them, so the two ends are told apart. What the store has
+before the store has them, so the two ends are told apart. Where the store
+reads the blocks itself (see ``route``) both are one, and a put that has begun
+is waited for, whatever happens. What the store has
 already is not copied again. A put begins only after the one before it has
 ended well, and a save only after the one before it of the same chain: when a
 block was dropped, nothing behind it is saved, since a prefix with a hole
@@ -32,20 +34,21 @@ from akv.core.events import (
     SaveStored,
 )
 from akv.core.keys import BlockKey, make_keys, short_name
-from akv.core.plan import Window, transfer_windows
 from akv.pipeline.budget import QuarantineFullError
 from akv.pipeline.shed import Shedder, Stopwatch
-from akv.store.base import BlockStore, Failure, Outcome, Status
+from akv.store.base import BlockStore, Buffer, Failure, Outcome, Status
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from akv.core.geometry import Geometry
+    from akv.core.plan import Window
     from akv.core.spec import SaveSpec
     from akv.device.base import Device
     from akv.pipeline.breaker import Breaker
     from akv.pipeline.budget import BufferPool, StagingBuffer
     from akv.pipeline.native import Call, NativePool
+    from akv.pipeline.route import Route
 
 __all__ = ("SaveOutcome", "SavePipeline")
 
@@ -71,11 +74,14 @@ class SaveOutcome:
 
 @dataclass(slots=True)
 class _Put:
-    """A window on its way into the store; it owns its buffer until let go."""
+    """A window on its way into the store; it owns its buffer until let go.
+
+    :ivar buffer: None where the store reads the engine's blocks
+    """
 
     keys: tuple[BlockKey, ...]
-    rows: Sequence[memoryview]
-    buffer: StagingBuffer
+    rows: Sequence[Buffer]
+    buffer: StagingBuffer | None
     call: Call[list[Outcome]]
     watch: Stopwatch
 
@@ -84,9 +90,15 @@ class _Run:
     """One save while it runs."""
 
     def __init__(
-        self, spec: SaveSpec, on_copied: Callable[[], None], deadline: float
+        self,
+        spec: SaveSpec,
+        on_copied: Callable[[], None],
+        deadline: float,
+        *,
+        direct: bool,
     ) -> None:
         self.spec = spec
+        self.direct = direct
         self.started = time.monotonic()
         self.expires = self.started + deadline
         self.tail = anyio.Event()
@@ -119,6 +131,7 @@ class SavePipeline:
         device: Device,
         geometry: Geometry,
         staging: BufferPool,
+        route: Route,
         *,
         asks: NativePool,
         puts: NativePool,
@@ -126,20 +139,19 @@ class SavePipeline:
         breaker: Breaker,
         ask_deadline: float,
         deadline: float,
-        window_bytes: int,
         observer: Observer,
     ) -> None:
         self._store = store
         self._device = device
         self._geometry = geometry
         self._staging = staging
+        self._route = route
         self._asks = asks
         self._puts = puts
         self._copies = copies
         self._breaker = breaker
         self._ask_deadline = ask_deadline
         self._deadline = deadline
-        self._window_bytes = window_bytes
         self._observer = observer
         self._tails: dict[int, anyio.Event] = {}
         self._broken: OrderedDict[int, None] = OrderedDict()
@@ -174,18 +186,16 @@ class SavePipeline:
         :raises PlanError: ``spec`` does not fit the geometry; ``on_copied``
             has been called
 
-        Cancellation: a copy out of the engine's blocks that has begun is
-        waited for, a put is left to itself with its memory in quarantine.
+        Cancellation: whatever reads the engine's blocks and has begun is
+        waited for; a put from staging is left to itself with its memory in
+        quarantine.
         """
-        run = _Run(spec, on_copied, self._deadline)
+        direct = self._route.is_direct()
+        run = _Run(spec, on_copied, self._deadline, direct=direct)
         previous = self._tails.get(spec.chain)
         self._tails[spec.chain] = run.tail
         try:
-            windows = transfer_windows(
-                spec.spans,
-                self._geometry,
-                max_bytes=self._window_bytes,
-            )
+            windows = self._route.windows(spec.spans, direct=direct)
             self._observer.on(
                 SaveStarted(
                     request_id=spec.request_id,
@@ -237,7 +247,8 @@ class SavePipeline:
                     last = window is windows[-1]
                     if not await self._save_window(run, window, mark, last=last):
                         break
-            self._copied(run)
+            if not run.direct:
+                self._copied(run)
             if run.reason:
                 # The next save of the chain need not wait for this one's last put.
                 self._break(run.spec.chain)
@@ -251,7 +262,7 @@ class SavePipeline:
             self._breaker.failure(run.reason)
         finally:
             if run.put is not None:
-                self._let_go(run, run.put)
+                await self._let_go(run, run.put)
 
     async def _save_window(
         self, run: _Run, window: Window, mark: Any, *, last: bool
@@ -264,6 +275,12 @@ class SavePipeline:
             return not run.reason
         if run.put is None:
             run.first = missing.hashes[0]
+        if run.direct:
+            flowing = await self._finish_flowing(run)
+            if flowing:
+                run.first = missing.hashes[0]
+                run.put = self._put(run, missing, None)
+            return flowing
         buffer = self._staging.acquire_nowait()
         if buffer is None and await self._finish_flowing(run):
             buffer = await self._while_flowing(run, self._staging.acquire)
@@ -382,14 +399,18 @@ class SavePipeline:
                 await call.fence()
             raise
 
-    def _put(self, run: _Run, window: Window, buffer: StagingBuffer) -> _Put:
+    def _put(self, run: _Run, window: Window, buffer: StagingBuffer | None) -> _Put:
         keys = make_keys(run.spec.space, window.group, 0, window.hashes)
-        rows = [row.data for row in buffer.rows(len(window), window.object_bytes)]
+        rows: Sequence[Buffer]
+        if buffer is None:
+            rows = self._route.blocks(window)
+        else:
+            rows = [row.data for row in buffer.rows(len(window), window.object_bytes)]
         call, watch = self._submit(keys, rows)
         return _Put(keys, rows, buffer, call, watch)
 
     def _submit(
-        self, keys: Sequence[BlockKey], rows: Sequence[memoryview]
+        self, keys: Sequence[BlockKey], rows: Sequence[Buffer]
     ) -> tuple[Call[list[Outcome]], Stopwatch]:
         watch = self._shedder.stopwatch(sum(row.nbytes for row in rows))
         call = self._puts.submit(
@@ -440,7 +461,7 @@ class SavePipeline:
         try:
             outcomes = await self._settled(run, put)
         finally:
-            self._let_go(run, put)
+            await self._let_go(run, put)
         hole = False
         behind: list[BlockKey] = []
         for key, outcome in zip(put.keys, outcomes, strict=True):
@@ -464,10 +485,13 @@ class SavePipeline:
             await self._puts.run(lambda: self._store.remove(behind))
         return not hole
 
-    def _let_go(self, run: _Run, put: _Put) -> None:
+    async def _let_go(self, run: _Run, put: _Put) -> None:
         self._puts.withdraw(put.call)
-        self._staging.release_after(put.buffer, put.call)
         run.hung = not put.call.ended
+        if put.buffer is None:
+            await put.call.fence()
+        else:
+            self._staging.release_after(put.buffer, put.call)
 
     def _copied(self, run: _Run) -> None:
         if run.copied():

@@ -28,6 +28,8 @@ from akv.core.events import (
     MemoryQuarantined,
     QuarantineFull,
     SaveDropped,
+    SavesResumed,
+    SavesShed,
     SessionClosed,
     StoreOpened,
     StoreUnavailable,
@@ -49,6 +51,8 @@ _LEVELS: dict[type[Event], int] = {
     LookupFailed: logging.WARNING,
     MemoryQuarantined: logging.WARNING,
     QuarantineFull: logging.WARNING,
+    SavesShed: logging.WARNING,
+    SavesResumed: logging.INFO,
     SaveDropped: logging.INFO,
 }
 

@@ -40,6 +40,7 @@ from akv.core.events import (
     MemoryQuarantined,
     MemoryReleased,
     SaveCancelled,
+    SaveCopied,
     SaveDropped,
     SavesResumed,
     SavesShed,
@@ -270,6 +271,14 @@ METRICS: dict[str, Metric] = {
             values=("load", "save"),
         ),
         Metric(
+            name="queued_operations",
+            kind=_GAUGE,
+            help="Loads of which nothing has come yet, and saves that have not been "
+            "copied: the queue for staging memory and its head.",
+            label="operation",
+            values=("load", "save"),
+        ),
+        Metric(
             name="pinned_blocks",
             kind=_GAUGE,
             help="Blocks of the engine that saves hold.",
@@ -343,6 +352,7 @@ class Meter:
     def __init__(self, add: Callable[[str, str, float], None]) -> None:
         self._add = add
         self._open: dict[tuple[str, str, int], _Open] = {}
+        self._queued: set[tuple[str, str, int]] = set()
         self._joined: dict[str, LoadJoined] = {}
         self._gauges: dict[tuple[str, str], float] = {}
         self._sessions = 0
@@ -351,6 +361,7 @@ class Meter:
         """Add what ``event`` says."""
         match event:
             case WindowFetched():
+                self._moving("load", event.request_id, event.load_id)
                 self._add("load_queue_seconds", "", event.wait_seconds)
                 self._add("load_fetch_seconds", "", event.seconds)
             case WindowPlaced():
@@ -406,6 +417,8 @@ class Meter:
                 self._add("load_seconds", "cancelled", event.seconds)
             case SaveStarted():
                 self._begin("save", event, event.job_id)
+            case SaveCopied():
+                self._moving("save", event.request_id, event.job_id)
             case SaveStored():
                 self._end("save", event.request_id, event.job_id)
                 self._add("save_seconds", "stored", event.seconds)
@@ -458,10 +471,19 @@ class Meter:
         if len(self._open) < _MOST_OPEN:
             key = (kind, event.request_id, number)
             self._open[key] = _Open(event.objects, event.bytes, event.t)
+            self._queued.add(key)
+            self._move("queued_operations", kind, 1)
             self._move("inflight_operations", kind, 1)
             self._move("inflight_bytes", kind, event.bytes)
 
+    def _moving(self, kind: str, request_id: str, number: int) -> None:
+        key = (kind, request_id, number)
+        if key in self._queued:
+            self._queued.remove(key)
+            self._move("queued_operations", kind, -1)
+
     def _end(self, kind: str, request_id: str, number: int) -> None:
+        self._moving(kind, request_id, number)
         ended = self._open.pop((kind, request_id, number), None)
         if ended is not None:
             self._move("inflight_operations", kind, -1)
@@ -475,6 +497,7 @@ class Meter:
 
     def _forget(self) -> None:
         self._open.clear()
+        self._queued.clear()
         for (name, label), value in tuple(self._gauges.items()):
             self._move(name, label, -value)
 
