@@ -1,11 +1,11 @@
 """Memory that the CPU can reach: blocks are copied by numpy, without the GIL.
 
-One call of numpy for each run of regions moves all of a window's blocks, each
-as one element of a type of that size. Regions that lie behind one another are
-one run, and runs at even distances in one piece of memory are one array: where
-all layers share a piece, a window is one call, and where each has its own, a
-call for each layer. A call costs a microsecond and takes the interpreter's
-lock twice, so that copies block by block would stand in each other's way.
+One call of numpy for each run of regions moves all of a window's blocks. Regions
+that lie behind one another are one run, and runs at even distances in one piece
+of memory are one array: where all layers share a piece, a window is one call,
+and where each has its own, a call for each layer. A call costs a microsecond and
+takes the interpreter's lock twice, so that copies block by block would stand in
+each other's way.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ("HostBlock", "HostDevice")
 
 Memory = npt.NDArray[np.uint8]
+Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +47,27 @@ class _Run:
 class _Copies:
     """Runs that one copy moves, for any number of blocks.
 
-    :ivar blocks: the engine's memory as ``[num_blocks, runs]``, a run an element
+    Blocks that are evenly apart go as bytes, since numpy keeps the lock for
+    less than 500 elements; any others each run as one element, which is faster
+    and for which it does not.
+
+    :ivar blocks: the engine's memory as ``[num_blocks, runs, size]``
     :ivar first: where in an object the first of these bytes is
     :ivar last: where the bytes behind them begin
     """
 
-    blocks: npt.NDArray[np.void]
+    blocks: Memory
     first: int
     last: int
 
-    def of(self, rows: Memory) -> npt.NDArray[np.void]:
-        """The same runs of objects, as ``[objects, runs]``."""
-        return rows[:, self.first : self.last].view(self.blocks.dtype)
+    def pair(self, rows: Memory, *, even: bool) -> tuple[Array, Array]:
+        """The same runs of objects, by row, and of blocks, by number."""
+        _, runs, size = self.blocks.shape
+        part = rows[:, self.first : self.last].reshape(len(rows), runs, size)
+        if even:
+            return part, self.blocks
+        element = np.dtype((np.void, size))
+        return part.view(element)[..., 0], self.blocks.view(element)[..., 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +81,20 @@ class _GroupMemory:
     ) -> None:
         """Copy some rows, each an object, into as many blocks."""
         source, target = _selection(numbers), _selection(blocks)
+        even = isinstance(source, slice) and isinstance(target, slice)
         for copies in self.copies:
-            copies.blocks[target] = copies.of(rows)[source]
+            objects, memory = copies.pair(rows, even=even)
+            memory[target] = objects[source]
 
     def gather(
         self, rows: Memory, numbers: Sequence[int], blocks: Sequence[int]
     ) -> None:
         """Copy blocks into as many rows."""
         source, target = _selection(blocks), _selection(numbers)
+        even = isinstance(source, slice) and isinstance(target, slice)
         for copies in self.copies:
-            copies.of(rows)[target] = copies.blocks[source]
+            objects, memory = copies.pair(rows, even=even)
+            objects[target] = memory[source]
 
 
 class HostBlock:
@@ -234,8 +248,7 @@ class HostDevice:
             strides=(first.stride, distance, 1),
         )
         last = runs[-1]
-        elements = blocks.view(np.dtype((np.void, first.size)))[..., 0]
-        return _Copies(elements, first.offset, last.offset + last.size)
+        return _Copies(blocks, first.offset, last.offset + last.size)
 
 
 def _selection(numbers: Sequence[int]) -> slice | npt.NDArray[np.intp]:
