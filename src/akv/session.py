@@ -196,8 +196,8 @@ class Session:
         When it ends, however it ends, no copy touches those blocks any more.
         Keys that could not be read are misses for the next seconds.
 
-        Cancellation: no further window begins, and a copy into the blocks
-        that has begun is waited for; what the blocks hold then means nothing.
+        Cancellation: no further window begins, and what writes the blocks and
+        has begun is waited for; what they hold then means nothing.
 
         :raises PlanError: ``spec`` does not fit the geometry
         """
@@ -221,8 +221,9 @@ class Session:
         written again; ``mark`` is a point in the engine's order of work (see
         ``Device.mark``) that the copy waits for.
 
-        Cancellation: a copy out of the blocks that has begun is waited for,
-        a call into the store is left to itself.
+        Cancellation: what reads the blocks and has begun is waited for, a copy
+        as well as a store's call that goes straight to them; a call from staging
+        is left to itself.
 
         :raises PlanError: ``spec`` does not fit the geometry; ``on_copied``
             has been called

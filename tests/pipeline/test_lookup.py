@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import threading
+
 import anyio
 import anyio.to_thread
 import pytest
@@ -122,3 +125,50 @@ async def test_who_comes_late_to_a_call_that_hangs_makes_its_own(
         await anyio.to_thread.run_sync(store.wait_until_held, 2)
         store.open()
     assert asked(store) == [12, 12]
+
+
+async def test_lookups_that_only_queued_are_no_failures_of_the_store() -> None:
+    """They expire, and the store, which nobody asked, is not left alone for it."""
+    store, memory = held_store(), Memory()
+    store.open()
+    config = dataclasses.replace(CONFIG, lookup_deadline=0.02)
+    busy = threading.Event()
+    async with akv.open_session(
+        config, memory.geometry, memory.device, store=store
+    ) as session:
+        await fill(session, store, 4)
+        pool = session._pools["lookup"]
+        calls = [pool.submit(busy.wait) for _ in range(16)]
+        try:
+            for number in range(4):
+                assert await session.lookup(lookup_spec(prompt(number, 12))) == 0
+            assert not asked(store)
+            assert session.store_works
+        finally:
+            busy.set()
+        for call in calls:
+            await call.wait()
+        assert await session.lookup(lookup_spec(HASHES)) == 4
+
+
+async def test_lookups_end_with_their_session_and_not_at_their_deadline() -> None:
+    """Whoever still asked finds nothing more, at once."""
+    store, memory = held_store(), Memory()
+    config = dataclasses.replace(CONFIG, lookup_deadline=3600)
+    found: list[int] = []
+
+    async def look(session: akv.Session, number: int) -> None:
+        found.append(await session.lookup(lookup_spec(prompt(number, 500))))
+
+    with anyio.fail_after(60):
+        async with (
+            anyio.create_task_group() as tasks,
+            akv.open_session(
+                config, memory.geometry, memory.device, store=store
+            ) as session,
+        ):
+            for number in range(4):
+                tasks.start_soon(look, session, number)
+            await anyio.to_thread.run_sync(store.wait_until_held)
+            store.open()
+    assert found == [0] * 4

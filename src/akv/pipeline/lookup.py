@@ -20,7 +20,7 @@ import anyio
 import anyio.abc
 from structlog.contextvars import unbind_contextvars
 
-from akv.core.errors import AkvError, DeadlineError
+from akv.core.errors import AkvError, DeadlineError, SessionClosedError
 from akv.core.events import (
     LookupAnswered,
     LookupCancelled,
@@ -32,10 +32,11 @@ from akv.core.events import (
 )
 from akv.core.keys import BlockKey, make_keys, short_name
 from akv.core.plan import probe_windows
+from akv.pipeline.shed import Stopwatch
 from akv.store.base import BlockStore, Failure, Outcome, Status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from akv.core.spec import LookupSpec
     from akv.pipeline.breaker import Breaker
@@ -230,8 +231,13 @@ class LookupPipeline:
             question = self._open[ends] = _Question(keys, anyio.Event())
             self._pending.append(question)
             if not self._asking:
+                try:
+                    self._tasks.start_soon(self._ask_all)
+                except RuntimeError as error:  # the session's tasks have ended
+                    ended = SessionClosedError("the session has ended")
+                    self._fail([self._pending.pop()], ended)
+                    raise ended from error
                 self._asking = True
-                self._tasks.start_soon(self._ask_all)
         await question.answered.wait()
         if question.error is not None:
             raise question.error
@@ -253,6 +259,9 @@ class LookupPipeline:
                 await anyio.lowlevel.checkpoint()
         finally:
             self._asking = False
+            # Of a session that ends: nobody shall wait for his deadline.
+            self._fail(self._pending, SessionClosedError("the session ends"))
+            self._pending.clear()
 
     async def _answer(self, batch: list[_Question]) -> None:
         keys: Sequence[BlockKey] = batch[0].keys
@@ -260,22 +269,28 @@ class LookupPipeline:
             keys = list(dict.fromkeys(key for one in batch for key in one.keys))
         outcomes: list[Outcome] = []
         failure: AkvError | None = None
+        watch = Stopwatch(0)
+        only_queued = False
         try:
             with anyio.fail_after(self._deadline):
                 outcomes = await self._pool.run(
-                    lambda: self._store.exists(keys, promise=True)
+                    lambda: watch.time(lambda: self._store.exists(keys, promise=True))
                 )
         except TimeoutError:
+            # Of a call that only queued nobody knows what the store would say.
+            only_queued = watch.began is None
             failure = DeadlineError(f"no answer within {self._deadline:g} s")
         except AkvError as error:
             failure = error
         except Exception as error:  # noqa: BLE001
             failure = _StoreFailedError(f"{type(error).__name__}: {error}")
+        except BaseException:
+            self._fail(batch, SessionClosedError("the session ends"))
+            raise
         if failure is not None:
-            self._breaker.failure(str(failure))
-            for question in batch:
-                question.error = failure
-                self._answered(question)
+            if not only_queued:
+                self._breaker.failure(str(failure))
+            self._fail(batch, failure)
             return
         if len(outcomes) != len(keys):
             outcomes = [Failure("the store answered for other keys")] * len(keys)
@@ -287,6 +302,11 @@ class LookupPipeline:
             for question in batch:
                 question.outcomes = [by_key[key] for key in question.keys]
         for question in batch:
+            self._answered(question)
+
+    def _fail(self, questions: Iterable[_Question], error: AkvError) -> None:
+        for question in questions:
+            question.error = error
             self._answered(question)
 
     def _answered(self, question: _Question) -> None:
