@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from engine.engine import Engine
 from engine.shapes import INLINE_SHAPES, SHAPES, Shape
@@ -107,6 +109,35 @@ def test_a_second_engine_loads_what_the_first_one_saved(
     with akv_engine(shape, extra) as engine:
         assert serve(engine, range(100), "warm") == 96
         assert engine.prefill_stats["warm"].num_external_cached_tokens == 96
+
+
+@pytest.mark.parametrize("transfer", ["direct", "staged"])
+@pytest.mark.parametrize("layout", [layout.name for layout in KVCacheLayout])
+def test_every_layout_of_vllm_is_saved_and_loaded(
+    layout: str, transfer: str, shared_memory: Path
+) -> None:
+    """Each byte that an engine uses is checked against what was computed."""
+    extra = {**local_store(shared_memory), "transfer": transfer}
+    options: dict[str, Any] = {"layout": layout, "layers": 3}
+    with akv_engine(INLINE_SHAPES[0], extra, **options) as engine:
+        assert serve(engine, range(100), "cold") == 0
+    with akv_engine(INLINE_SHAPES[0], extra, **options) as engine:
+        assert serve(engine, range(100), "warm") == 96
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_gpu_is_asked_for_whole_blocks_where_its_backend_takes_them(
+    device: str,
+) -> None:
+    """vLLM's own choice, for backends that take anything, some, and one layout."""
+    with akv_engine(INLINE_SHAPES[0], {"store": "memory:layouts"}) as engine:
+        config = engine.scheduler.vllm_config
+        config.device_config.device_type = device
+        chosen = []
+        for supported in (["LBNHC", "LBHNC", "BLHNC"], ["LBHNC"]):
+            config.cache_config.kv_cache_layout = None
+            chosen.append(resolve_kv_cache_layout(config, [supported]).name)
+        assert chosen == [{"cuda": "BLHNC", "cpu": "LBNHC"}[device], "LBHNC"]
 
 
 @pytest.mark.parametrize("shape", INLINE_SHAPES, ids=str)

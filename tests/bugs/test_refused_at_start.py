@@ -23,7 +23,6 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import akv
-from akv.core.errors import LayoutError
 from akv.vllm.connector import AkvConnector
 from engine.config import (
     EngineConfig,
@@ -34,8 +33,6 @@ from engine.config import (
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from bugs.rig import Rig
 
 
 class Facts:
@@ -149,20 +146,6 @@ def test_a_hash_that_differs_from_process_to_process_is_refused(
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     facts.vllm.cache_config.prefix_caching_hash_algo = "xxhash"
     facts.refused(r"'xxhash'.*PYTHONHASHSEED")
-
-
-@pytest.mark.parametrize("layout", ["LHBNC", "BHLNC"])
-def test_a_layout_with_heads_outside_of_blocks_is_refused(
-    rig: Rig, layout: str
-) -> None:
-    """K11: the bytes of a block are no run: said with shape and stride."""
-    with (
-        pytest.raises(
-            LayoutError, match=r"shape \(128, 2, 16, 8\), stride .*akv knows"
-        ),
-        rig.engine(layout=layout, layers=3),
-    ):
-        pass
 
 
 def test_an_object_of_more_than_one_hash_unit_cannot_come_up(facts: Facts) -> None:

@@ -34,8 +34,9 @@ LAYERS = 3
 BLOCKS = 6
 BLOCK = 16
 HEADS = 2
-SERVED = [layout for layout in KVCacheLayout if layout.is_block_compact]
-REFUSED = [layout for layout in KVCacheLayout if not layout.is_block_compact]
+LAYOUTS = list(KVCacheLayout)
+PADDED = [layout for layout in KVCacheLayout if layout.is_block_compact]
+BY_HEAD = [layout for layout in KVCacheLayout if not layout.is_block_compact]
 
 
 def attention(dtype: torch.dtype = torch.float32, **options: Any) -> FullAttentionSpec:
@@ -105,27 +106,28 @@ def gathered(layers: dict[str, torch.Tensor], block: int) -> npt.NDArray[np.uint
 
 
 def check_every_block(spec: Any, layers: dict[str, torch.Tensor]) -> None:
-    """Each block's object is its layers' pages, one after the other, and no more."""
+    """Each block's object is its layers' pages, run after run, and no more."""
     geometry, _ = built(layers)
-    assert [region.name for region in geometry.groups[0].regions] == list(layers)
-    width = geometry.groups[0].object_bytes // len(layers)
-    assert width == spec.unpadded_page_size_bytes
+    names = [region.name.split(",")[0] for region in geometry.groups[0].regions]
+    assert set(names) == set(layers)
+    width = geometry.groups[0].object_bytes // len(names)
+    assert width * len(names) == spec.unpadded_page_size_bytes * len(layers)
     for block in range(BLOCKS):
-        value = gathered(layers, block)
-        for number, view in enumerate(layers.values()):
-            mine = np.sort(value[number * width : (number + 1) * width])
-            assert np.array_equal(mine, page(view, block))
+        runs = gathered(layers, block).reshape(len(names), width)
+        for name, view in layers.items():
+            mine = [run for run, of in zip(runs, names, strict=True) if of == name]
+            assert np.array_equal(np.sort(np.concatenate(mine)), page(view, block))
 
 
 def test_the_layouts_of_this_vllm_are_those_that_were_looked_at() -> None:
     """A layout that is new here has to be thought about before it is served."""
-    assert {layout.name for layout in SERVED} == {"LBHNC", "LBNHC", "BLHNC", "BLNHC"}
-    assert {layout.name for layout in REFUSED} == {"LHBNC", "BHLNC"}
+    assert {layout.name for layout in PADDED} == {"LBHNC", "LBNHC", "BLHNC", "BLNHC"}
+    assert {layout.name for layout in BY_HEAD} == {"LHBNC", "BHLNC"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("layout", SERVED, ids=lambda layout: str(layout.name))
-def test_blocks_of_every_layout_whose_pages_are_runs_are_whole_objects(
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: str(layout.name))
+def test_blocks_of_every_layout_are_whole_objects(
     layout: KVCacheLayout, dtype: torch.dtype
 ) -> None:
     """Layers or blocks outermost, heads or tokens inside, and each width of number."""
@@ -134,7 +136,7 @@ def test_blocks_of_every_layout_whose_pages_are_runs_are_whole_objects(
     check_every_block(spec, layers)
 
 
-@pytest.mark.parametrize("layout", SERVED, ids=lambda layout: str(layout.name))
+@pytest.mark.parametrize("layout", PADDED, ids=lambda layout: str(layout.name))
 def test_padding_behind_a_page_is_neither_stored_nor_written(
     layout: KVCacheLayout,
 ) -> None:
@@ -161,7 +163,7 @@ def test_padding_behind_a_page_is_neither_stored_nor_written(
     assert np.array_equal(raw.numpy(), after)
 
 
-@pytest.mark.parametrize("layout", SERVED, ids=lambda layout: str(layout.name))
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: str(layout.name))
 def test_memory_that_begins_inside_of_an_allocation_is_found(
     layout: KVCacheLayout,
 ) -> None:
@@ -187,29 +189,33 @@ def test_one_vector_for_all_heads_is_understood() -> None:
     spec = MLAAttentionSpec(
         block_size=BLOCK, num_kv_heads=1, head_size=9, dtype=torch.bfloat16
     )
-    for layout in SERVED:
+    for layout in LAYOUTS:
         _, layers = caches(spec, layout)
         check_every_block(spec, layers)
 
 
-@pytest.mark.parametrize("layout", REFUSED, ids=lambda layout: str(layout.name))
-def test_a_layout_with_heads_outside_of_blocks_is_refused_and_described(
-    layout: KVCacheLayout,
-) -> None:
-    """K11: no run of bytes is a block; said with what was seen and what works."""
+@pytest.mark.parametrize("layout", BY_HEAD, ids=lambda layout: str(layout.name))
+def test_heads_outside_of_blocks_are_runs_of_their_own(layout: KVCacheLayout) -> None:
+    """In the order in which memory has those of one block."""
     _, layers = caches(attention(), layout)
-    view = layers["layer 0"]
-    with pytest.raises(LayoutError) as caught:
-        built(layers)
-    for word in (
-        "layer 0",
-        f"shape {tuple(view.shape)}",
-        f"stride {tuple(view.stride())}",
-        "torch.float32",
-        f"for {BLOCKS} blocks",
-        "[blocks, heads, tokens, content]",
-    ):
-        assert word in str(caught.value)
+    geometry, _ = built(layers)
+    regions = geometry.groups[0].regions
+    assert len(regions) == LAYERS * HEADS
+    assert len({region.name for region in regions}) == len(regions)
+    assert [region.offset for region in regions] == sorted(
+        region.offset for region in regions
+    )
+
+
+def test_where_blocks_are_outermost_a_block_is_one_run() -> None:
+    """So that a store, or a copy to a device, has one piece for each block."""
+    for layout in LAYOUTS:
+        _, layers = caches(attention(), layout)
+        geometry, memory = built(layers)
+        device = open_device(geometry, memory)
+        assert isinstance(device, HostDevice)
+        (block,) = device.blocks(window_of(geometry, (3,)))
+        assert (len(block.runs) == 1) is layout.is_block_outermost
 
 
 PLAIN = torch.zeros(BLOCKS * 1024)
@@ -219,7 +225,9 @@ ODD: dict[str, torch.Tensor] = {
     "blocks that do not divide": PLAIN[: 5 * 1024].view(5, 2, 16, 32),
     "a gap inside of a block": PLAIN.view(BLOCKS, 2, 16, 32)[:, :, :, :16],
     "tokens with a step": PLAIN.view(BLOCKS, 2, 16, 32)[:, :, ::2],
-    "blocks that are not outermost": PLAIN.view(2, BLOCKS, 16, 32).transpose(0, 1),
+    "tokens outside of blocks": PLAIN.view(2, 16, BLOCKS, 32).permute(2, 0, 1, 3),
+    "heads that overlap": PLAIN.as_strided((BLOCKS, 2, 4, 4), (32, 8, 4, 1)),
+    "heads within other blocks": PLAIN.as_strided((BLOCKS, 2, 4, 4), (16, 32, 4, 1)),
     "blocks that overlap": PLAIN.as_strided((BLOCKS, 2, 4, 4), (16, 16, 4, 1)),
     "the same bytes for every block": PLAIN[:512]
     .view(1, 2, 16, 16)
@@ -234,9 +242,16 @@ ODD: dict[str, torch.Tensor] = {
 def test_memory_in_which_a_block_is_no_run_of_bytes_is_refused(
     tensor: torch.Tensor,
 ) -> None:
-    """K11: before a byte is moved, naming the layer."""
-    with pytest.raises(LayoutError, match="'odd' is Tensor of shape"):
+    """K11: before a byte is moved, naming the layer, what was seen and what works."""
+    with pytest.raises(LayoutError, match="'odd' is Tensor of shape") as caught:
         built({"odd": tensor})
+    for word in (
+        f"shape {tuple(tensor.shape)}",
+        f"stride {tuple(tensor.stride())}",
+        "torch.float32",
+        f"for {BLOCKS} blocks",
+    ):
+        assert word in str(caught.value)
 
 
 def test_layers_that_share_a_cache_are_stored_once() -> None:

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from akv.config import Config
 from akv.sinks.fanout import Fanout
@@ -231,6 +232,18 @@ class AkvConnector(KVConnectorBase_V1, SupportsHMA):
             self._spans.close()
         if self._event_log is not None:
             self._event_log.close()
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """On a GPU the layout in which all of a block's bytes are one run.
+
+        Asked by vLLM's core before the cache is made, unless
+        ``VLLM_KV_CACHE_LAYOUT`` says what it has to be. It is a wish: where the
+        attention backend does not take it, vLLM warns and goes on with another,
+        which akv serves as well. Attention on a CPU never takes it.
+        """
+        on_gpu = vllm_config.device_config.device_type == "cuda"
+        return KVCacheLayout.BLHNC.name if on_gpu else None
 
     @classmethod
     def build_kv_connector_stats(
