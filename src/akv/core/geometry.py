@@ -8,13 +8,13 @@ the engine numbers them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from akv.core.align import common_block
 from akv.core.errors import PlanError
 
-__all__ = ("Geometry", "Group", "Region")
+__all__ = ("Geometry", "Group", "Region", "Series")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,38 @@ class Region:
                 f"region {self.name!r}: blocks of {self.size} bytes overlap "
                 f"at a stride of {self.stride}"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """Equal runs of bytes at even distances, which one copy can move.
+
+    Run ``r`` of block ``b`` lies at ``offset + b * stride + r * distance`` of
+    memory ``memory``. In an object the runs lie behind one another from
+    ``first`` on.
+    """
+
+    memory: int
+    offset: int
+    stride: int
+    size: int
+    first: int
+    count: int = 1
+    distance: int = 0
+
+    @property
+    def last(self) -> int:
+        """Where in an object the bytes behind these begin."""
+        return self.first + self.count * self.size
+
+    def longer(self, run: Series) -> Series | None:
+        """These runs and one more; None where it does not lie evenly."""
+        if (run.memory, run.stride, run.size) != (self.memory, self.stride, self.size):
+            return None
+        distance = run.offset - self.offset - (self.count - 1) * self.distance
+        if distance <= 0 or (self.count > 1 and distance != self.distance):
+            return None
+        return replace(self, count=self.count + 1, distance=distance)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +105,36 @@ class Group:
             offsets.append(position)
             position += region.size
         return tuple(offsets)
+
+    @cached_property
+    def series(self) -> tuple[Series, ...]:
+        """The regions in as few copies as there can be, in the order of an object.
+
+        Regions that lie behind one another in every block are one run, and runs
+        at even distances in one piece of memory are one series: one for all layers
+        that share a piece, and one for each layer where each has its own.
+        """
+        runs: list[Series] = []
+        for region, first in zip(self.regions, self.object_offsets, strict=True):
+            run = Series(
+                memory=region.memory,
+                offset=region.offset,
+                stride=region.stride,
+                size=region.size,
+                first=first,
+            )
+            if runs and _behind(runs[-1], run):
+                runs[-1] = replace(runs[-1], size=runs[-1].size + run.size)
+            else:
+                runs.append(run)
+        series = runs[:1]
+        for run in runs[1:]:
+            longer = series[-1].longer(run)
+            if longer is None:
+                series.append(run)
+            else:
+                series[-1] = longer
+        return tuple(series)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,3 +170,9 @@ class Geometry:
     def slot_bytes(self) -> int:
         """Bytes of the largest object: what one slot of staging must hold."""
         return max(group.object_bytes for group in self.groups)
+
+
+def _behind(before: Series, run: Series) -> bool:
+    """Whether ``run`` lies behind ``before`` in the memory of every block."""
+    same = (run.memory, run.stride) == (before.memory, before.stride)
+    return same and run.offset == before.offset + before.size

@@ -10,8 +10,9 @@ other and both give way to the engine's kernels. Order against the engine:
 * a load's copy waits for it too, since the engine zeroes new blocks on its
   own stream, and a kernel may still read what they held before.
 
-Blocks are gathered into one contiguous buffer on the device and cross the
-bus in one copy a window, pinned memory at the other end.
+Blocks are gathered into one contiguous buffer on the device, a kernel for each
+series of runs (see ``Group.series``), and cross the bus in one copy a window,
+pinned memory at the other end.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import numpy as np
     import numpy.typing as npt
 
-    from akv.core.geometry import Geometry, Region
+    from akv.core.geometry import Geometry, Series
     from akv.core.plan import Window
     from akv.device.base import Staged
 
@@ -51,29 +52,25 @@ class CudaDevice:
         if self._on_gpu:
             self._loads = torch.cuda.Stream(self._where, priority=_LOWEST_PRIORITY)  # type: ignore[no-untyped-call]
             self._saves = torch.cuda.Stream(self._where, priority=_LOWEST_PRIORITY)  # type: ignore[no-untyped-call]
-        self._blocks = tuple(
+        self._copies = tuple(
             tuple(
-                self._view(memory[region.memory], region, offset, group.object_bytes)
-                for region, offset in zip(
-                    group.regions, group.object_offsets, strict=True
-                )
+                (series, self._view(memory[series.memory], series, group.object_bytes))
+                for series in group.series
             )
             for group in geometry.groups
         )
 
     def _view(
-        self,
-        memory: torch.Tensor,
-        region: Region,
-        object_offset: int,
-        object_bytes: int,
+        self, memory: torch.Tensor, series: Series, object_bytes: int
     ) -> torch.Tensor:
+        """The engine's memory as ``[num_blocks, runs, size]``, in words."""
         parts = (
             memory.data_ptr(),
-            region.offset,
-            region.stride,
-            region.size,
-            object_offset,
+            series.offset,
+            series.stride,
+            series.distance,
+            series.size,
+            series.first,
             object_bytes,
         )
         for word in _WORDS:
@@ -81,9 +78,9 @@ class CudaDevice:
             if memory.numel() % width or any(part % width for part in parts):
                 continue
             return memory.view(word).as_strided(
-                (self._geometry.num_blocks, region.size // width),
-                (region.stride // width, 1),
-                region.offset // width,
+                (self._geometry.num_blocks, series.count, series.size // width),
+                (series.stride // width, series.distance // width, 1),
+                series.offset // width,
             )
         raise AssertionError("a byte divides everything")
 
@@ -132,9 +129,7 @@ class CudaDevice:
     def _gather(self, window: Window, staged: Staged) -> None:
         ids = torch.tensor(window.block_ids, device=self._where)
         whole = torch.empty(staged.shape, dtype=torch.uint8, device=self._where)
-        for offset, blocks in self._regions(window):
-            size = blocks.shape[1] * blocks.element_size()
-            part = whole[:, offset : offset + size].view(blocks.dtype)
+        for part, blocks in self._pairs(window, whole):
             part.copy_(blocks.index_select(0, ids))
         torch.from_numpy(staged).copy_(whole, non_blocking=True)
 
@@ -146,15 +141,16 @@ class CudaDevice:
         if rows is not None:
             chosen = torch.from_numpy(rows).to(self._where)
             ids, whole = ids[chosen], whole[chosen]
-        for offset, blocks in self._regions(window):
-            size = blocks.shape[1] * blocks.element_size()
-            part = whole[:, offset : offset + size].view(blocks.dtype)
+        for part, blocks in self._pairs(window, whole):
             blocks.index_copy_(0, ids, part)
 
-    def _regions(self, window: Window) -> list[tuple[int, torch.Tensor]]:
-        group = self._geometry.groups[window.group]
-        blocks = self._blocks[window.group]
-        return list(zip(group.object_offsets, blocks, strict=True))
+    def _pairs(
+        self, window: Window, whole: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The same runs of ``whole``, by object, and of the engine, by block."""
+        for series, blocks in self._copies[window.group]:
+            part = whole[:, series.first : series.last].view(blocks.dtype)
+            yield part.view(len(whole), *blocks.shape[1:]), blocks
 
 
 def _wait(stream: torch.cuda.Stream) -> None:

@@ -1,16 +1,13 @@
 """Memory that the CPU can reach: blocks are copied by numpy, without the GIL.
 
-One call of numpy for each run of regions moves all of a window's blocks. Regions
-that lie behind one another are one run, and runs at even distances in one piece
-of memory are one array: where all layers share a piece, a window is one call,
-and where each has its own, a call for each layer. A call costs a microsecond and
-takes the interpreter's lock twice, so that copies block by block would stand in
-each other's way.
+One call of numpy for each series of runs (see ``Group.series``) moves all of a
+window's blocks. A call costs a microsecond and takes the interpreter's lock
+twice, so that copies block by block would stand in each other's way.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import eq
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +19,7 @@ from akv.core.errors import PlanError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from akv.core.geometry import Geometry, Group, Region
+    from akv.core.geometry import Geometry, Group, Series
     from akv.core.plan import Window
     from akv.device.base import Staged
 
@@ -30,17 +27,6 @@ __all__ = ("HostBlock", "HostDevice")
 
 Memory = npt.NDArray[np.uint8]
 Array = npt.NDArray[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Bytes of every block that lie behind one another, and of an object too."""
-
-    memory: int
-    address: int
-    stride: int
-    size: int
-    offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +38,13 @@ class _Copies:
     and for which it does not.
 
     :ivar blocks: the engine's memory as ``[num_blocks, runs, size]``
+    :ivar address: where that begins
     :ivar first: where in an object the first of these bytes is
     :ivar last: where the bytes behind them begin
     """
 
     blocks: Memory
+    address: int
     first: int
     last: int
 
@@ -72,9 +60,13 @@ class _Copies:
 
 @dataclass(frozen=True, slots=True)
 class _GroupMemory:
-    runs: tuple[_Run, ...]
     copies: tuple[_Copies, ...]
     object_bytes: int
+
+    @property
+    def runs(self) -> int:
+        """How many runs of bytes a block is."""
+        return sum(copies.blocks.shape[1] for copies in self.copies)
 
     def scatter(
         self, rows: Memory, numbers: Sequence[int], blocks: Sequence[int]
@@ -117,9 +109,12 @@ class HostBlock:
     @property
     def runs(self) -> list[tuple[int, int]]:
         """Address and bytes of each run."""
-        block = self._block
         return [
-            (run.address + block * run.stride, run.size) for run in self._group.runs
+            (copies.address + self._block * stride + run * distance, size)
+            for copies in self._group.copies
+            for _, runs, size in (copies.blocks.shape,)
+            for stride, distance, _ in (copies.blocks.strides,)
+            for run in range(runs)
         ]
 
     @staticmethod
@@ -165,7 +160,7 @@ class HostDevice:
     def run_bytes(self) -> int:
         """The length of a run of a block's bytes, on the average."""
         total = sum(group.object_bytes for group in self._groups)
-        return total // sum(len(group.runs) for group in self._groups)
+        return total // sum(group.runs for group in self._groups)
 
     def blocks(self, window: Window) -> list[HostBlock]:
         """The window's blocks, for a store that reads and writes them itself."""
@@ -201,54 +196,30 @@ class HostDevice:
         self._groups[window.group].scatter(staged, numbers, blocks)
 
     def _group(self, group: Group) -> _GroupMemory:
-        runs: list[_Run] = []
-        for region, offset in zip(group.regions, group.object_offsets, strict=True):
-            address = self._address(region)
-            run = _Run(region.memory, address, region.stride, region.size, offset)
-            before = runs[-1] if runs else None
-            if before is not None and _continues(before, run):
-                runs[-1] = replace(before, size=before.size + run.size)
-            else:
-                runs.append(run)
-        copies: list[_Copies] = []
-        first = 0
-        while first < len(runs):
-            last = _even_run(runs, first)
-            copies.append(self._copies(runs[first:last]))
-            first = last
-        return _GroupMemory(tuple(runs), tuple(copies), group.object_bytes)
+        copies = tuple(self._copies(series) for series in group.series)
+        return _GroupMemory(copies, group.object_bytes)
 
-    def _address(self, region: Region) -> int:
-        if region.memory >= len(self._memory):
+    def _copies(self, series: Series) -> _Copies:
+        if series.memory >= len(self._memory):
             raise PlanError(
-                f"region {region.name!r} lies in memory {region.memory}, "
-                f"{len(self._memory)} were given"
+                f"bytes {series.first} to {series.last} of an object lie in memory "
+                f"{series.memory}, {len(self._memory)} were given"
             )
-        memory = self._memory[region.memory]
-        last = region.offset + (self._geometry.num_blocks - 1) * region.stride
-        if last + region.size > memory.nbytes:
+        memory = self._memory[series.memory]
+        shape = (self._geometry.num_blocks, series.count, series.size)
+        strides = (series.stride, series.distance, 1)
+        end = series.offset + 1
+        for length, stride in zip(shape, strides, strict=True):
+            end += (length - 1) * stride
+        if end > memory.nbytes:
             raise PlanError(
-                f"region {region.name!r} ends at byte {last + region.size} of "
-                f"{memory.nbytes}"
+                f"bytes {series.first} to {series.last} of the objects end at byte "
+                f"{end} of {memory.nbytes} in memory {series.memory}"
             )
-        return int(memory.ctypes.data) + region.offset
-
-    def _copies(self, runs: Sequence[_Run]) -> _Copies:
-        """``runs``, which lie at even distances in one piece, as one array.
-
-        Never over two pieces, though they may lie evenly too: numpy takes what
-        is between them for part of the array, and a buffer there for overlapping.
-        """
-        first = runs[0]
-        distance = runs[1].address - first.address if len(runs) > 1 else first.size
-        start = self._memory[first.memory]
         blocks = np.lib.stride_tricks.as_strided(
-            start[first.address - start.ctypes.data :],
-            shape=(self._geometry.num_blocks, len(runs), first.size),
-            strides=(first.stride, distance, 1),
+            memory[series.offset :], shape, strides
         )
-        last = runs[-1]
-        return _Copies(blocks, first.offset, last.offset + last.size)
+        return _Copies(blocks, blocks.ctypes.data, series.first, series.last)
 
 
 def _selection(numbers: Sequence[int]) -> slice | npt.NDArray[np.intp]:
@@ -276,27 +247,3 @@ def _by_group(
         pairs[0].append(number)
         pairs[1].append(block)
     return found.values()
-
-
-def _continues(before: _Run, run: _Run) -> bool:
-    """Whether ``run`` lies behind ``before`` in the memory of every block."""
-    same = (run.memory, run.stride) == (before.memory, before.stride)
-    return same and run.address == before.address + before.size
-
-
-def _even_run(runs: Sequence[_Run], first: int) -> int:
-    """The end of the longest row of equal runs at even distances from ``first``."""
-    shape = _shape(runs[first])
-    last = first + 1
-    while last < len(runs) and _shape(runs[last]) == shape:
-        distance = runs[last].address - runs[last - 1].address
-        if last > first + 1 and distance != (
-            runs[first + 1].address - runs[first].address
-        ):
-            break
-        last += 1
-    return last
-
-
-def _shape(run: _Run) -> tuple[int, int, int]:
-    return run.memory, run.stride, run.size
