@@ -434,6 +434,16 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", default=False)
 @timed
+def gpu(session: nox.Session) -> None:
+    """Run the tests that need a GPU, and say at what rate bytes cross the bus."""
+    if not has_gpu():
+        session.skip("there is no NVIDIA GPU in this machine")
+    shared_environment(session)
+    shared_run(session, "-m", "pytest", "-rP", "tests/gpu", *session.posargs)
+
+
+@nox.session(venv_backend="none", default=False)
+@timed
 def demo(session: nox.Session) -> None:
     """Show a real model answering from blocks that an earlier process computed."""
     shared_environment(session)
