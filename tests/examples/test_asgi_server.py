@@ -31,8 +31,9 @@ from smollm2 import default_model_dir, ensure_model
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from starlette.applications import Starlette
+
     from akv.core.events import Event
-    from asgi_server import Server
     from hf_model import Model
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
@@ -50,6 +51,7 @@ CHATS = [
         {"role": "user", "content": "Another one."},
     ],
 ]
+LONG = [{"role": "user", "content": "Tell a long story about a harbour."}]
 TOKENS = 12
 
 
@@ -272,7 +274,7 @@ def test_a_client_that_hangs_up_leaves_nothing_behind_and_disturbs_nobody(
     """In the middle of a long answer, while another one is made."""
     server = servers[0]
     until(lambda: is_idle(server))
-    body = body_of(CHATS[2], stream=True, tokens=800)
+    body = body_of(LONG, stream=True, tokens=800)
     with server.stream("POST", "/v1/chat/completions", json=body) as response:
         events = events_of(response)
         for _ in range(3):
@@ -348,13 +350,18 @@ def test_it_says_which_model_how_it_is_and_what_akv_has_done(
 class Client:
     """The other end of one request, without a network."""
 
-    def __init__(self) -> None:
+    def __init__(self, app: Starlette) -> None:
+        self.app = app
         self.gone = anyio.Event()
+        self.asked = b""
         self.status = 0
         self.body = b""
 
     async def receive(self) -> dict[str, Any]:
-        """Nothing, until the client hangs up."""
+        """The request, and then nothing until the client hangs up."""
+        if self.asked:
+            body, self.asked = self.asked, b""
+            return {"type": "http.request", "body": body}
         await self.gone.wait()
         return {"type": "http.disconnect"}
 
@@ -363,15 +370,11 @@ class Client:
         self.status = message.get("status", self.status)
         self.body += message.get("body", b"")
 
-    async def ask(self, server: Server, chat: Any) -> None:
+    async def ask(self, chat: Any) -> None:
         """One request from its beginning to its end."""
-        from asgi_server import Reply
-        from hf_model import Run
-        from openai_api import Ask
-
-        request = Ask.model_validate(body_of(chat, stream=False))
-        scope: Any = {"type": "http", "method": "POST", "headers": []}
-        await Reply(server, Run(ask=request))(scope, self.receive, self.send)
+        self.asked = json.dumps(body_of(chat, stream=False)).encode()
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions"}
+        await self.app({**scope, "headers": []}, self.receive, self.send)
 
 
 class Watch:
@@ -405,26 +408,27 @@ async def test_a_hang_up_cancels_its_own_load_and_nothing_else(
     from asgi_server import Server
 
     store = GatedStore(MemoryStore(), gated=("get_into",))
-    server = Server(torch_side, name="test", waiting=0, store=store)
+    server = Server(torch_side, waiting=0)
+    config = akv.Config(load_deadline=60)
+    app = server.app(config)
     watch = Watch()
     chat = CHATS[2]
-    async with server.opened(akv.Config(load_deadline=60), watch):
-        with anyio.fail_after(60):
-            await server.ready.wait()
-        writer, goes, stays, refused = (Client() for _ in range(4))
-        await writer.ask(server, chat)
+    async with server.opened(config, watch, store=store):
+        await watch.until(lambda: server.space is not None)
+        writer, goes, stays, refused = (Client(app) for _ in range(4))
+        await writer.ask(chat)
         await server.session.flush()
         async with anyio.create_task_group() as tasks:
             left = anyio.Event()
 
             async def go() -> None:
-                await goes.ask(server, chat)
+                await goes.ask(chat)
                 left.set()
 
             tasks.start_soon(go)
-            tasks.start_soon(stays.ask, server, chat)
+            tasks.start_soon(stays.ask, chat)
             await watch.until(lambda: watch.loads == 2)
-            await refused.ask(server, chat)
+            await refused.ask(chat)
             assert refused.status == 503
             assert json.loads(refused.body)["error"]["type"] == "server_error"
             goes.gone.set()
@@ -432,9 +436,10 @@ async def test_a_hang_up_cancels_its_own_load_and_nothing_else(
                 await left.wait()
             assert (goes.status, goes.body) == (0, b"")
             assert watch.loads == 1
-            assert server.running == 1
+            assert server.slots.borrowed_tokens == 1
             store.open()
-        assert server.running == server.waiting == 0
+        numbers = server.slots.statistics()
+        assert numbers.borrowed_tokens == numbers.tasks_waiting == 0
     for client in (writer, stays):
         answer = json.loads(client.body)
         assert answer["choices"][0]["message"]["content"] == alone[2]
@@ -447,15 +452,15 @@ async def test_without_its_store_it_answers_all_the_same(
     torch_side: Model, alone: Sequence[str], tmp_path: Path
 ) -> None:
     """Nothing is looked up, everything is computed, and health says so."""
-    from asgi_server import Server, make_app
+    from asgi_server import Server
 
     (tmp_path / "file").touch()
-    server = Server(torch_side, name="test", waiting=1)
+    server = Server(torch_side, waiting=1)
     config = akv.Config(store=f"local:{tmp_path}/file/store?capacity=64MiB")
-    app = make_app(server, config)
+    app = server.app(config)
     async with server.opened(config):
-        client = Client()
-        await client.ask(server, CHATS[0])
+        client = Client(app)
+        await client.ask(CHATS[0])
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://it") as http:
             health = (await http.get("/health")).json()
