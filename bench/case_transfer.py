@@ -1,8 +1,8 @@
 """The direct way of a load from Mooncake against the staged one, by length of a run.
 
 Two pools with one engine each, in this process: the same pages, once with Mooncake
-writing the engine's blocks itself, once by way of akv's staging. It is what
-`transfer = "auto"` goes by: direct where its ratio is above 1.
+writing the engine's blocks itself, once by way of akv's staging. What `transfer =
+"direct"` would bring where no engine of the pool ever stands still.
 """
 
 from __future__ import annotations

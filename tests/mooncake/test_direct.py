@@ -11,6 +11,7 @@ import pytest
 import akv
 from akv.core.keys import make_keys
 from akv.core.plan import Window, transfer_windows
+from akv.pipeline.route import Route
 from akv.store import MooncakeStore, Status
 from akv.store.mooncake.windows import MOST_SEGMENTS
 from harness import BLOCKS, LAYERS, OBJECT, Memory, load_spec, prompt, save_spec
@@ -55,6 +56,23 @@ async def test_both_ways_store_the_same_objects(
         assert reader.holds(number, block_hash)
     for number in set(range(BLOCKS)) - set(ids):
         assert reader.untouched(number)
+
+
+def test_auto_keeps_a_store_whose_calls_may_hang_out_of_the_engines_memory(
+    master: Master,
+) -> None:
+    """F3: with an engine of the pool that stands still, a get ends when it goes on."""
+    memory = Memory()
+    with closing(MooncakeStore.open(master.url(), slot_bytes=OBJECT)) as store:
+        for transfer, direct in (("auto", False), ("direct", True)):
+            route = Route(
+                store,
+                memory.device,
+                memory.geometry,
+                transfer=transfer,
+                staged_bytes=OBJECT,
+            )
+            assert route.is_direct() is direct
 
 
 def test_memory_that_was_registered_is_not_copied_to_scratch(master: Master) -> None:

@@ -9,7 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -258,6 +258,49 @@ def test_a_raise_that_is_not_confirmed_raises(master: Master) -> None:
         with pytest.raises(StoreError):
             store.raise_generation(b"s")
         master.start()
+
+
+def test_a_raise_over_a_signpost_that_was_begun_and_not_ended_is_not_confirmed(
+    master: Master,
+) -> None:
+    """Q1: neither here nor elsewhere, and in time it is."""
+    signpost = "akv.generation:" + b"s".hex() + ":3:0"
+    with closing(joined(master)) as one, closing(joined(master)) as other:
+        with other._link.use() as client:
+            assert client._native.batch_put_session_start([signpost], [8]) == [0]
+        for _ in range(2):
+            with pytest.raises(StoreError, match="not confirmed: others find 0"):
+                one.raise_generation(b"s")
+        assert other.generation(b"s") == 0
+        with other._link.use() as client:
+            client._native.batch_put_session_revoke([signpost])
+        number = one.raise_generation(b"s")
+        assert number >= 1
+        assert other.generation(b"s") == number
+
+
+def test_a_start_whose_answer_was_lost_does_not_stand_in_the_way_of_the_next(
+    master: Master, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client remembers what it has begun, and refuses to begin it again."""
+    with closing(joined(master)) as store, store._link.use() as client:
+        native = client._native
+
+        class Lost:
+            """A client one of whose answers never comes."""
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(native, name)
+
+            def batch_put_session_start(self, *args: Any) -> list[int]:
+                assert native.batch_put_session_start(*args) == [0]
+                return [-901]
+
+        page = store._generations._page.address
+        with monkeypatch.context() as patch:
+            patch.setattr(client, "_native", Lost())
+            assert client.create("akv.odd", page, 8, client.placement()) == -901
+        assert client.create("akv.odd", page, 8, client.placement()) == 0
 
 
 def test_a_removal_spares_what_a_reader_may_be_reading(master: Master) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
@@ -12,8 +13,14 @@ from anyio.lowlevel import checkpoint
 
 import akv
 from akv.store import MemoryStore
-from akv.testing.stores import GatedStore
-from harness import OBJECT, Memory, lookup_spec, prompt, save_spec
+from akv.store.base import Failure
+from akv.testing.stores import Fault, FaultyStore, GatedStore
+from harness import OBJECT, Memory, load_spec, lookup_spec, prompt, save_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from akv.core.keys import BlockKey
 
 pytestmark = pytest.mark.anyio
 CONFIG = akv.Config(
@@ -172,3 +179,27 @@ async def test_lookups_end_with_their_session_and_not_at_their_deadline() -> Non
             await anyio.to_thread.run_sync(store.wait_until_held)
             store.open()
     assert found == [0] * 4
+
+
+@pytest.mark.parametrize("unasked", [True, False])
+async def test_a_store_that_could_not_be_asked_has_said_nothing_of_its_keys(
+    *, unasked: bool
+) -> None:
+    """They are found as soon as it is back; others are misses for a while."""
+    memory, failing = Memory(), True
+
+    def decide(verb: str, keys: Sequence[BlockKey]) -> Fault | None:
+        if verb != "get_into" or not failing:
+            return None
+        silent = Failure("silent", -901, unasked=unasked)
+        return Fault(outcomes=dict.fromkeys(range(len(keys)), silent))
+
+    store = FaultyStore(MemoryStore(slot_bytes=OBJECT), decide)
+    async with akv.open_session(
+        CONFIG, memory.geometry, memory.device, store=store
+    ) as session:
+        await session.save(save_spec(HASHES[:9], range(9)))
+        outcome = await session.load(load_spec(HASHES[:9], range(9)))
+        assert outcome.failed_blocks
+        failing = False
+        assert await session.lookup(lookup_spec(HASHES)) == (9 if unasked else 0)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import numpy as np
 
-from akv.core.errors import AkvError, sentence
+from akv.core.errors import AkvError, StoreUnavailableError, sentence
 from akv.core.events import (
     LoadCancelled,
     LoadFailed,
@@ -309,7 +309,8 @@ class LoadPipeline:
             if len(outcomes) != len(window):
                 outcomes = [Failure("the store answered for other keys")] * len(window)
         except Exception as error:  # noqa: BLE001
-            outcomes = [Failure(sentence(error))] * len(window)
+            unasked = isinstance(error, StoreUnavailableError)
+            outcomes = [Failure(sentence(error), unasked=unasked)] * len(window)
         if not fetch.shared:
             self._breaker.heard(outcomes)
         bad = frozenset(
@@ -322,7 +323,12 @@ class LoadPipeline:
             run.reason = (
                 first.reason if isinstance(first, Failure) else "lost after lookup"
             )
-            run.unread |= bad
+            run.unread |= {
+                place
+                for place, outcome in zip(places, outcomes, strict=True)
+                if place in bad
+                and not (isinstance(outcome, Failure) and outcome.unasked)
+            }
         self._observer.on(
             WindowFetched(
                 request_id=run.spec.request_id,

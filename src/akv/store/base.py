@@ -59,11 +59,13 @@ class Status(enum.Enum):
 class Failure:
     """One key failed: the bytes in its buffer mean nothing.
 
-    ``code`` is the store's own number where it has one.
+    :ivar code: the store's own number where it has one
+    :ivar unasked: the store could not be asked, which tells nothing of the key
     """
 
     reason: str
     code: int | None = None
+    unasked: bool = False
 
 
 Outcome: TypeAlias = Status | Failure

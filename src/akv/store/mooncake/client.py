@@ -22,6 +22,7 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from akv.core.errors import AkvError, StoreError, StoreUnavailableError
+from akv.store.mooncake.codes import ALREADY_EXISTS
 from akv.store.mooncake.prefault import mappings, prefault
 
 if TYPE_CHECKING:
@@ -244,6 +245,9 @@ class Client:
             self._native.batch_put_session_start, [key], [size], placement
         )
         if code != 0:
+            if code != ALREADY_EXISTS:
+                # Begun all the same, perhaps: else no later start would succeed.
+                self._call(self._native.batch_put_session_revoke, [key])
             return code
         (code,) = self._many(
             self._native.batch_put_from_multi_buffer_ranges,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from akv.store.base import Failure, Outcome, Status
 
 __all__ = (
+    "ALREADY_EXISTS",
     "CODES",
     "Code",
     "describe",
@@ -20,6 +21,8 @@ __all__ = (
     "name_of",
     "outcome_of",
 )
+
+ALREADY_EXISTS = -705
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +98,7 @@ _ALL = (
         settled=True,
     ),
     Code(
-        number=-705,
+        number=ALREADY_EXISTS,
         name="OBJECT_ALREADY_EXISTS",
         meaning="there already",
         status=Status.EXISTS,
@@ -239,7 +242,7 @@ def outcome_of(number: int) -> Outcome:
     code = CODES.get(number)
     if code is not None and code.status is not None:
         return code.status
-    return Failure(describe(number), number)
+    return Failure(describe(number), number, unasked=is_unreachable(number))
 
 
 def is_unreachable(number: int) -> bool:

@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from akv.core.errors import StoreError, StoreUnavailableError
-from akv.store.mooncake.codes import describe, is_unreachable
+from akv.store.mooncake.codes import ALREADY_EXISTS, describe, is_unreachable
 
 if TYPE_CHECKING:
     from akv.store.mooncake.client import Client
@@ -35,8 +36,9 @@ __all__ = ("Generations", "Token", "older_than")
 _LEVELS = 4
 _FAN = 256
 _MARK_BYTES = 8
-_EXISTS = -705
 _MOST_TRIES = 64
+_PAUSES = (0.01, 0.03, 0.1, 0.2)
+"""Seconds between two looks at a number that was just taken."""
 
 
 class Generations:
@@ -45,6 +47,8 @@ class Generations:
     def __init__(self, page: Piece) -> None:
         self._page = page
         self._lock = threading.Lock()
+        self._writing = threading.Lock()
+        """A client takes two sessions on one key at a time for bad parameters."""
         self._seen: dict[bytes, int] = {}
         self._names: set[str] = set()
 
@@ -76,17 +80,30 @@ class Generations:
             code = self._write(client, scope, number)
             if code == 0:
                 break
-            if code != _EXISTS:
+            if code != ALREADY_EXISTS:
                 raise _refused(code)
         else:
             msg = f"{_MOST_TRIES} others raised the generation at the same time"
             raise StoreError(msg)
-        (there,) = client.exist([_name(scope, 0, number)])
-        if there != 1:
-            raise _refused(there)
+        self._confirm(client, scope, number)
         with self._lock:
             self._seen[scope] = max(self._seen.get(scope, 0), number)
         return number
+
+    def _confirm(self, client: Client, scope: bytes, number: int) -> None:
+        """Find it as others do, or raise.
+
+        Somebody may be at a signpost just now. One that was begun and never ended
+        can neither be made nor found until the master forgets it.
+        """
+        for pause in (*_PAUSES, None):
+            found = self._highest(client, scope, _LEVELS - 1, 0) or 0
+            if found >= number:
+                return
+            if pause is not None:
+                time.sleep(pause)
+        msg = f"generation {number} is not confirmed: others find {found}"
+        raise StoreError(msg)
 
     def restore(self, client: Client) -> None:
         """Make again whatever this store has seen and is gone."""
@@ -124,9 +141,10 @@ class Generations:
         code = 0
         for level in reversed(range(_LEVELS)):
             name = _name(scope, level, number // _FAN**level)
-            code = client.create(name, self._page.address, _MARK_BYTES, placement)
+            with self._writing:
+                code = client.create(name, self._page.address, _MARK_BYTES, placement)
             # 8 bytes come back where the object was written but not ended.
-            if code not in (0, _EXISTS):
+            if code not in (0, ALREADY_EXISTS):
                 raise _refused(code)
             with self._lock:
                 self._names.add(name)
@@ -158,7 +176,7 @@ class Token:
         placement = client.placement(pinned=True, segment=segment)
         placement.replica_num = 1
         code = client.create(self.key, self._page.address, _MARK_BYTES, placement)
-        self.placed = code in (0, _EXISTS)
+        self.placed = code in (0, ALREADY_EXISTS)
 
 
 def older_than(scope: bytes, generation: int) -> str:
@@ -179,6 +197,4 @@ def _name(scope: bytes, level: int, number: int) -> str:
 def _refused(code: int) -> StoreError:
     if is_unreachable(code):
         return StoreUnavailableError(describe(code))
-    if code == 0:
-        return StoreError("the mark of a generation was gone at once")
     return StoreError(f"the generation is not confirmed: {describe(code)}")

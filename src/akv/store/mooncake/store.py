@@ -145,16 +145,6 @@ class MooncakeStore:
         """
         return self._token.losses
 
-    @property
-    def direct_from(self) -> int:
-        """Runs of 64 KiB: each run is a transfer of its own, which costs some 5 us.
-
-        Measured within one process: pages of 512 KiB load at 7.8 GB/s directly
-        and at 5.2 by way of staging, pages of 12 KiB at 3.0 and 3.3, and the
-        first time at 2.1 and 3.2.
-        """
-        return 64 << 10
-
     def exists(
         self,
         keys: Sequence[BlockKey],
