@@ -13,8 +13,10 @@ import anyio.to_thread
 import pytest
 
 import akv
+from akv.core.errors import StoreUnavailableError
 from akv.pipeline.breaker import Breaker
-from akv.store import MemoryStore
+from akv.store import BlockStore, MemoryStore
+from akv.store.late import LateStore
 from akv.testing.stores import Fault, FaultyStore, GatedStore
 from harness import OBJECT, Memory, Recorder, load_spec, lookup_spec, prompt, save_spec
 
@@ -141,3 +143,21 @@ async def test_a_key_space_waits_for_a_store_that_is_not_there(folder: Path) -> 
         (folder / "not").mkdir()
         space = await session.key_space("tests", b"f" * 16)
         assert space.generation == 0
+
+
+def test_a_store_that_takes_long_to_fail_is_tried_less_often() -> None:
+    """Setting up a client may keep the interpreter's lock all the while."""
+    now, tries = 0.0, []
+
+    def open_now() -> BlockStore:
+        nonlocal now
+        tries.append(now)
+        now += 7.0
+        raise StoreUnavailableError("not there")
+
+    late = LateStore("memory:", open_now, clock=lambda: now)
+    for _ in range(60):
+        with pytest.raises(StoreUnavailableError):
+            late.exists([])
+        now += 2.0
+    assert tries == [0.0, 57.0, 114.0]

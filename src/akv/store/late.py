@@ -9,6 +9,7 @@ thread, and memory that was registered meanwhile is registered then.
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from akv.core.errors import StoreUnavailableError
@@ -22,15 +23,28 @@ if TYPE_CHECKING:
 
 __all__ = ("LateStore",)
 
+_REST, _QUICK = 10, 2.0
+"""A try that fails within so many seconds costs nothing; of others a multiple."""
+
 
 class LateStore:
     """Opens the store with ``open_now`` when :meth:`exists` is called.
 
-    Any thread; the first call that can opens it for all.
+    Any thread; the first call that can opens it for all. After a long try
+    there is a long rest: a client that is set up in vain may keep the
+    interpreter's lock for seconds, and the host shall go on.
     """
 
-    def __init__(self, url: str, open_now: Callable[[], BlockStore]) -> None:
+    def __init__(
+        self,
+        url: str,
+        open_now: Callable[[], BlockStore],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._url = url
+        self._clock = clock
+        self._not_before = 0.0
         self._open_now = open_now
         self._lock = threading.Lock()
         self._inner: BlockStore | None = None
@@ -130,7 +144,15 @@ class LateStore:
     def _opened(self) -> BlockStore:
         with self._lock:
             if self._inner is None and not self._closed:
-                inner = self._open_now()
+                began = self._clock()
+                if began < self._not_before:
+                    return self._there()
+                try:
+                    inner = self._open_now()
+                finally:
+                    ended = self._clock()
+                    long = max(0.0, ended - began - _QUICK)
+                    self._not_before = ended + _REST * long
                 if isinstance(inner, RegistersMemory):
                     for memory in self._memory:
                         inner.register(memory)
