@@ -8,10 +8,20 @@ request to the last block that is in the store, a load from the first request un
 all have ended (one token each, and of the prompt all but one token is loaded).
 
 The runner computes nothing. Before a save the engine's memory is filled with pages
-that tell layer and block, before a load with other bytes, and after it each loaded
-page is compared with the one that was saved. Where a byte is missing there is no
+that tell layer and block, before a load with other bytes, and after it each page of
+the prompt is compared with the one that was saved. Where a byte is missing there is no
 ratio, neither for the load nor for the save. Upstream's own rows show it against one
-thread that copies as many pages in the same round.
+thread that copies as many pages in the same round. `CPU s/GB` is what all threads of
+the process take of the processors while a load runs; the master is another process.
+
+`8 at once`: requests with one and the same prompt, which no engine has, against one
+request with it just before. What is fetched is what the scheduler has taken from the
+connector, all requests together.
+
+`peer/lookup` has pages of one layer, so that a prompt of 128k tokens is saved in no
+time. A lookup is timed from the scheduler's first question about a request until it
+is told a number; each prompt is then loaded and compared too. Upstream looks up in a
+thread of its own here (`lookup_async`).
 
 What both sides get alike: each puts into the segment that it lends itself (with two
 segments in a pool Mooncake would spread objects over both, and half of all bytes would
@@ -29,13 +39,16 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
+import statistics
 import sys
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import anyio
 import numpy as np
@@ -57,8 +70,12 @@ __all__ = ("CASES", "lookups_left_alone", "tests_master")
 
 _UPSTREAM = "upstream"
 _HOOK = "get_num_new_matched_tokens"
+_LOOKUP_HOOKS = ("on_new_request", _HOOK)
 _VOCABULARY = 1000
 _LOOKUPS = 2000
+_LOCAL = "akv local"
+_AT_ONCE = 8
+_LOADS = 3
 _HOOK_TARGET = Target(100.0, at_least=False)
 _LOOKUP_TARGET = Target(50.0, at_least=False)
 
@@ -92,21 +109,36 @@ class _Work:
 
     def __str__(self) -> str:
         many = f"{self.requests} requests" if self.requests > 1 else "1 request"
-        return f"{many} of {self.tokens // 1024}k"
+        return f"{many} of {_count(self.tokens)}"
 
 
-_LARGE = _Shape(layers=32, heads=4, head_size=64, block=128)
-_SMALL = _Shape(layers=30, heads=3, head_size=32, block=16)
+def _count(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens >= 1024 else str(tokens)
+
+
+_SHAPES = {
+    "large": _Shape(layers=32, heads=4, head_size=64, block=128),
+    "small": _Shape(layers=30, heads=3, head_size=32, block=16),
+    "lookup": _Shape(layers=1, heads=4, head_size=8, block=16),
+}
 _WORKS = {
     "large": (
         _Work(requests=1, tokens=2048, pool=1.0, local=1.15),
         _Work(requests=8, tokens=1024, pool=1.2, local=1.4),
+        _Work(requests=32, tokens=256, pool=1.4, local=1.6),
     ),
     "small": (
         _Work(requests=1, tokens=2048, pool=1.3, local=1.5),
         _Work(requests=8, tokens=1024, pool=1.5, local=1.8),
+        _Work(requests=32, tokens=512, pool=2.0, local=2.5),
+    ),
+    "lookup": tuple(
+        _Work(requests=1, tokens=tokens << 10, pool=0.5, local=0.2)
+        for tokens in (1, 8, 32, 128)
     ),
 }
+_CPU_LIMITS = {"large": 1.0, "small": 0.7}
+_SAME_TOKENS = 4096
 
 
 def tests_master() -> Any:
@@ -138,6 +170,26 @@ def _harness() -> tuple[Any, Any]:
         raise Skip(str(error)) from error
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loaded:
+    """What a load of some prompts at once has come to.
+
+    :ivar cpu: seconds of all processors, all threads of this process
+    :ivar right: bytes of the blocks that are whole as they were saved
+    :ivar taken: tokens that the scheduler has taken from the connector
+    :ivar answered: seconds from the first question about a request to its answer,
+        of the request that took longest
+    :ivar hooks: seconds in the worker's hooks a step, 99th percentile of all steps
+    """
+
+    seconds: float
+    cpu: float
+    right: int
+    taken: int
+    answered: float
+    hooks: float
+
+
 class _Engine:
     """One engine without a model, and the pages that its connector moves."""
 
@@ -152,36 +204,51 @@ class _Engine:
         page = np.random.default_rng(6).bytes(shape.page)
         self._page = np.frombuffer(page, dtype=np.uint64)
         self._where: dict[str, list[int]] = {}
+        self._asked: dict[str, float] = {}
+        self._answered: dict[str, float] = {}
+        self._steps: list[float] = []
+        engine.worker.execute = self._summed(engine.worker.execute)
         connector = engine.scheduler.get_kv_connector()
         connector.update_state_after_alloc = self._noted(
             connector.update_state_after_alloc
+        )
+        connector.get_num_new_matched_tokens = self._clocked(
+            connector.get_num_new_matched_tokens
         )
 
     def save(self, prompts: Sequence[Sequence[int]]) -> tuple[float, list[list[int]]]:
         """Save prompts; the seconds, and in which blocks each one was."""
         for layer, words in enumerate(self._layers):
-            for block, page in enumerate(words):
-                np.add(self._page, self._mark(layer, block), out=page)
-        seconds, names = self._timed(prompts, "save")
+            np.add(self._page, self._marks(layer, range(len(words))), out=words)
+        seconds, _, names = self._timed(prompts, "save")
         return seconds, [self._where.pop(name) for name in names]
 
     def load(
         self, prompts: Sequence[Sequence[int]], saved: Sequence[Sequence[int]]
-    ) -> tuple[float, int]:
-        """Load prompts; the seconds, and how many bytes are as they were saved."""
+    ) -> _Loaded:
+        """Load prompts whose blocks were ``saved`` there."""
         for words in self._layers:
             words.fill(0)
-        calls = self._engine.hook_times["scheduler"][_HOOK]
-        before = len(calls)
-        seconds, names = self._timed(prompts, "load")
-        self.lookups += calls[before:]
-        right = 0
-        for name, source in zip(names, saved, strict=True):
-            tokens = self._engine.external_tokens(name)
-            target = self._where.pop(name)[: tokens // self._shape.block]
-            for pair in zip(source, target, strict=False):
-                right += sum(self._right(layer, *pair) for layer in self._each_layer())
-        return seconds, right
+        times = self._engine.hook_times["scheduler"]
+        before = {hook: len(times[hook]) for hook in _LOOKUP_HOOKS}
+        self._asked.clear()
+        self._answered.clear()
+        self._steps.clear()
+        seconds, cpu, names = self._timed(prompts, "load")
+        for hook, seen in before.items():
+            self.lookups += times[hook][seen:]
+        whole = 0
+        for name, prompt, source in zip(names, prompts, saved, strict=True):
+            blocks = len(prompt) // self._shape.block
+            whole += self._whole(source[:blocks], self._where.pop(name)[:blocks])
+        return _Loaded(
+            seconds=seconds,
+            cpu=cpu,
+            right=whole * self._shape.block_bytes,
+            taken=sum(map(self._engine.external_tokens, names)),
+            answered=max(self._answered[name] - self._asked[name] for name in names),
+            hooks=float(np.percentile(self._steps, 99)),
+        )
 
     def copy(self, amount: int) -> float:
         """Copy as many pages, one by one in this thread; the seconds."""
@@ -199,13 +266,13 @@ class _Engine:
 
     def _timed(
         self, prompts: Sequence[Sequence[int]], what: str
-    ) -> tuple[float, list[str]]:
+    ) -> tuple[float, float, list[str]]:
         engine = self._engine
         if not engine.reset_prefix_cache():
             raise RuntimeError(f"{self.name}: blocks are in use between two rounds")
         names = [f"{what}-{next(self._numbers)}" for _ in prompts]
         with without_gc():
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             for name, prompt in zip(names, prompts, strict=True):
                 engine.add_request(prompt, 1, name)
             engine.run()
@@ -215,9 +282,10 @@ class _Engine:
                 engine.idle_until_quiet()
                 engine.worker.debug_state()
             seconds = time.perf_counter() - start
+            cpu = time.process_time() - cpu
         engine.idle_until_quiet()
         engine.assert_clean()
-        return seconds, names
+        return seconds, cpu, names
 
     def _noted(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Note which blocks a request has got."""
@@ -229,6 +297,32 @@ class _Engine:
 
         return update_state_after_alloc
 
+    def _clocked(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Note when a request is asked about first, and when it is told a number."""
+
+        def get_num_new_matched_tokens(request: Any, tokens: int) -> Any:
+            self._asked.setdefault(request.request_id, time.perf_counter())
+            answer = hook(request, tokens)
+            if answer[0] is not None:
+                self._answered.setdefault(request.request_id, time.perf_counter())
+            return answer
+
+        return get_num_new_matched_tokens
+
+    def _summed(self, execute: Callable[..., Any]) -> Callable[..., Any]:
+        """Add up what the worker's hooks take in a step."""
+        times = self._engine.worker.hook_times()
+
+        def execute_one(envelope: Any) -> Any:
+            before = {hook: len(calls) for hook, calls in times.items()}
+            result = execute(envelope)
+            self._steps.append(
+                sum(sum(times[hook][seen:]) for hook, seen in before.items())
+            )
+            return result
+
+        return execute_one
+
     def _of_layer(self, cache: Any) -> npt.NDArray[np.uint64]:
         words: npt.NDArray[np.uint64] = cache.numpy().view(np.uint64)
         flat = words.reshape(len(words), -1)
@@ -236,16 +330,18 @@ class _Engine:
             raise RuntimeError("a layer's pages do not lie in one piece")
         return flat
 
-    def _each_layer(self) -> range:
-        return range(self._shape.layers)
+    def _marks(self, layer: int, blocks: Sequence[int]) -> npt.NDArray[np.uint64]:
+        """What each block's page of a layer has on top of the others' content."""
+        marks: npt.NDArray[np.uint64] = np.asarray(blocks, dtype=np.uint64)
+        return (marks * np.uint64(256) + np.uint64(layer))[:, None]
 
-    def _mark(self, layer: int, block: int) -> np.uint64:
-        return np.uint64((block << 8 | layer) + 1)
-
-    def _right(self, layer: int, source: int, target: int) -> int:
-        expected = self._page + self._mark(layer, source)
-        right = np.array_equal(self._layers[layer][target], expected)
-        return self._shape.page if right else 0
+    def _whole(self, source: Sequence[int], target: Sequence[int]) -> int:
+        """How many blocks are in each layer what was saved from elsewhere."""
+        whole = np.ones(len(source), dtype=np.bool_)
+        for layer, words in enumerate(self._layers):
+            expected = self._page + self._marks(layer, source)
+            whole &= (words[target] == expected).all(axis=1)
+        return int(whole.sum())
 
 
 @contextlib.contextmanager
@@ -313,7 +409,12 @@ def _one_rank() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _upstream(
-    make: Callable[..., Any], shape: _Shape, master: Any, segment: int, path: Path
+    make: Callable[..., Any],
+    shape: _Shape,
+    master: Any,
+    segment: int,
+    path: Path,
+    **options: Any,
 ) -> Iterator[_Engine]:
     from mooncake_master import free_port
 
@@ -342,7 +443,12 @@ def _upstream(
                 make(
                     "MooncakeStoreConnector",
                     None,
-                    extra_config={"preferred_segment": own},
+                    extra_config={
+                        "preferred_segment": own,
+                        # A name of its own for the socket of its lookups.
+                        "lookup_rpc_port": free_port(),
+                        **options,
+                    },
                 )
             )
         _lends_as(engine.worker.runner.connector.connector_worker.store, own)
@@ -377,54 +483,36 @@ def _lends_as(store: Any, name: str) -> None:
 
 @contextlib.contextmanager
 def _akv(
-    make: Callable[..., Any], shape: _Shape, name: str, url: str
+    make: Callable[..., Any], shape: _Shape, name: str, url: str, **options: Any
 ) -> Iterator[_Engine]:
     settings: Mapping[str, Any] = {
         "store": url,
         "max_pinned_fraction": 1.0,
         "load_deadline": 60.0,
         "save_deadline": 60.0,
+        **options,
     }
     with make(extra_config=settings) as engine:
         yield _Engine(name, engine, shape)
 
 
-@dataclass(slots=True)
-class _Figures:
-    """Of one engine and one kind of work: GB/s of each round."""
+@contextlib.contextmanager
+def _engines(
+    size: str, settings: Settings, kept: int, most: int, **options: Any
+) -> Iterator[list[_Engine]]:
+    """Upstream's engine, akv's on the same master, akv's on the local store.
 
-    saves: list[float] = field(default_factory=list)
-    loads: list[float] = field(default_factory=list)
-    copies: list[float] = field(default_factory=list)
-    refused: str = ""
-
-
-def _measure(size: str, settings: Settings) -> list[Row]:
-    shape = {"large": _LARGE, "small": _SMALL}[size]
-    works = _WORKS[size]
-    rounds = settings.rounds(3 if size == "large" else 4)
-    sets = sum(work.requests * work.tokens for work in works) // shape.block
-    kept = (rounds + 1) * sets * shape.block_bytes
-    most = max(work.requests * (work.tokens // shape.block + 1) for work in works)
-    segment = -(-kept * 4 // 3 >> 24) << 24
+    :param kept: blocks that each store has room for
+    :param most: blocks that are in use in an engine at once
+    :param options: of upstream's connector
+    """
+    shape = _SHAPES[size]
+    segment = max(-(-kept * shape.block_bytes * 4 // 3 >> 24) << 24, 64 << 20)
     need_memory(3 * (most + 8) * shape.block_bytes + 3 * segment)
     directory = settings.in_memory() / "peer"
     directory.mkdir(exist_ok=True)
     engine_class, master = _harness()
-    make = partial(
-        engine_class,
-        layers=shape.layers,
-        heads=shape.heads,
-        head_size=shape.head_size,
-        block_size=shape.block,
-        num_blocks=most + 8,
-        max_num_batched_tokens=16384,
-        max_num_seqs=16,
-        max_model_len=4096,
-        verify=False,
-        compute=False,
-        stall_seconds=30.0,
-    )
+    make = _maker(engine_class, shape, most + 8)
     with contextlib.ExitStack() as stack:
         from mooncake_master import free_port
 
@@ -435,89 +523,124 @@ def _measure(size: str, settings: Settings) -> list[Row]:
         pool = master.url(
             protocol="tcp", segment=segment, hostname=own, preferred_segment=own
         )
-        json_path = directory / "mooncake.json"
-        local = f"local:{directory / size}?capacity={segment}"
-        engines = [
-            stack.enter_context(
-                _lent(_upstream(make, shape, master, segment, json_path), segment)
-            ),
-            stack.enter_context(
-                _lent(_akv(make, shape, "akv on Mooncake", pool), segment)
-            ),
-            stack.enter_context(_akv(make, shape, "akv local", local)),
+        path = directory / "mooncake.json"
+        # A directory of its own: the store is gone with the case, and not kept until
+        # all cases have ended.
+        store = directory / size
+        stack.callback(shutil.rmtree, store, ignore_errors=True)
+        local = f"local:{store}?capacity={segment}"
+        upstream = _upstream(make, shape, master, segment, path, **options)
+        on_pool = _akv(make, shape, "akv on Mooncake", pool)
+        yield [
+            stack.enter_context(_lent(upstream, segment)),
+            stack.enter_context(_lent(on_pool, segment)),
+            stack.enter_context(_akv(make, shape, _LOCAL, local)),
         ]
-        prompts = _prompts()
-        rows: list[Row] = []
-        for work in works:
-            figures = _take_turns(engines, work, shape, prompts, rounds)
-            rows += _rows(size, work, shape, figures)
-        return [*rows, *_hook_rows(size, engines)]
 
 
-def _prompts() -> Iterator[list[int]]:
-    for seed in itertools.count():
-        random = np.random.default_rng(seed)
-        yield random.integers(0, _VOCABULARY, 4096).tolist()
+def _maker(engine_class: Any, shape: _Shape, num_blocks: int, **options: Any) -> Any:
+    return partial(
+        engine_class,
+        layers=shape.layers,
+        heads=shape.heads,
+        head_size=shape.head_size,
+        block_size=shape.block,
+        num_blocks=num_blocks,
+        max_num_batched_tokens=160 << 10,
+        max_num_seqs=32,
+        max_model_len=160 << 10,
+        verify=False,
+        compute=False,
+        stall_seconds=30.0,
+        **options,
+    )
+
+
+def _prompt(seed: Sequence[int], tokens: int) -> list[int]:
+    """So many tokens, and the one that is computed."""
+    prompt: list[int] = (
+        np.random.default_rng(seed).integers(0, _VOCABULARY, tokens + 1).tolist()
+    )
+    return prompt
+
+
+@dataclass(slots=True)
+class _Figures:
+    """Of one engine and one kind of work: a figure of each round, by name."""
+
+    of: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    refused: str = ""
+
+    def add(self, **figures: float) -> None:
+        """One round."""
+        for name, figure in figures.items():
+            self.of[name].append(figure)
+
+    def check(self, engine: _Engine, loaded: _Loaded, amount: int) -> None:
+        """Take note of bytes that are not as they were saved."""
+        if loaded.right != amount:
+            self.refused = f"{engine.name} moved {loaded.right:,} of {amount:,}"
+
+
+class _Turn(Protocol):
+    """Who takes turns: an engine, here or in another process."""
+
+    name: str
+    lookups: list[float]
+
+
+_T = TypeVar("_T", bound=_Turn)
 
 
 def _take_turns(
-    engines: Sequence[_Engine],
-    work: _Work,
-    shape: _Shape,
-    source: Iterator[list[int]],
+    engines: Sequence[_T],
     rounds: int,
+    one_round: Callable[[_T, _Figures, int], None],
 ) -> dict[str, _Figures]:
-    """All engines save and load, after one round that does not count."""
-    amount = work.requests * work.tokens // shape.block * shape.block_bytes
+    """All engines do the same, after one round that does not count."""
     figures = {engine.name: _Figures() for engine in engines}
     for number in range(rounds + 1):
-        some = [next(source)[: work.tokens + 1] for _ in range(work.requests)]
         turn = number % len(engines)
         for engine in (*engines[turn:], *engines[:turn]):
-            saving, where = engine.save(some)
+            one_round(engine, figures[engine.name], number)
             if not number:
+                figures[engine.name].of.clear()
                 engine.lookups.clear()
-            loading, right = engine.load(some, where)
-            mine = figures[engine.name]
-            if right != amount:
-                mine.refused = f"{engine.name} moved {right:,} of {amount:,}"
-            if number:
-                mine.saves.append(amount / saving / 1e9)
-                mine.loads.append(amount / loading / 1e9)
-                mine.copies.append(amount / engine.copy(amount) / 1e9)
     return figures
 
 
-def _rows(
-    size: str, work: _Work, shape: _Shape, figures: Mapping[str, _Figures]
-) -> Iterator[Row]:
-    """Each of akv's engines against upstream's, and upstream's against a copy."""
-    upstream = figures[_UPSTREAM]
-    amount = work.requests * work.tokens // shape.block * shape.block_bytes
-    for name, mine in figures.items():
-        limit = work.local if name == "akv local" else work.pool
-        for what in ("load", "save"):
-            judged = name != _UPSTREAM and (name, what) != ("akv local", "save")
-            speeds = mine.loads if what == "load" else mine.saves
-            others = upstream.loads if what == "load" else upstream.saves
-            if name == _UPSTREAM:
-                others = upstream.copies
-            ratio = Spread.of([a / b for a, b in zip(speeds, others, strict=True)])
-            refused = mine.refused or upstream.refused
-            row = Row(
-                case=f"peer/{size}",
-                what=f"{name}, {what} {work}, pages of {shape.page >> 10} KiB",
-                unit=Unit.GB_PER_SECOND,
-                value=Spread.of(speeds),
-                against="copy" if name == _UPSTREAM else _UPSTREAM,
-                other=Spread.of(others),
-                ratio=ratio,
-                target=Target(limit, at_least=True) if judged else None,
-                judged=ratio.median,
-                amount=amount,
-                rounds=len(speeds),
-            )
-            yield _refused(row, refused) if refused else row
+def _row(
+    what: tuple[str, str],
+    unit: Unit,
+    mine: tuple[_Figures, str],
+    other: tuple[_Figures, str],
+    *,
+    against: str = _UPSTREAM,
+    limit: float | None = None,
+) -> Row:
+    """One figure against another one, round for round.
+
+    :param what: the case, and what is measured
+    :param mine: whose figure, and which one
+    :param limit: of the ratio
+    """
+    (ours, name), (theirs, other_name) = mine, other
+    values, others = ours.of[name], theirs.of[other_name]
+    ratio = Spread.of([a / b for a, b in zip(values, others, strict=True)])
+    refused = ours.refused or theirs.refused
+    row = Row(
+        case=what[0],
+        what=what[1],
+        unit=unit,
+        value=Spread.of(values),
+        against=against,
+        other=Spread.of(others),
+        ratio=ratio,
+        target=None if limit is None else Target(limit, at_least=unit.more_is_better),
+        judged=ratio.median,
+        rounds=len(values),
+    )
+    return _refused(row, refused) if refused else row
 
 
 def _refused(row: Row, why: str) -> Row:
@@ -526,12 +649,180 @@ def _refused(row: Row, why: str) -> Row:
     return replace(row, refused=why, **none)  # type: ignore[arg-type]
 
 
+def _speeds(size: str, work: _Work, settings: Settings) -> list[Row]:
+    """Saves and loads of some requests at once."""
+    shape = _SHAPES[size]
+    rounds = settings.rounds(3 if size == "large" else 4)
+    blocks = work.requests * work.tokens // shape.block
+    amount = blocks * shape.block_bytes
+
+    def one_round(engine: _Engine, mine: _Figures, number: int) -> None:
+        prompts = [
+            _prompt((number, request), work.tokens) for request in range(work.requests)
+        ]
+        saving, where = engine.save(prompts)
+        loaded = engine.load(prompts, where)
+        mine.check(engine, loaded, amount)
+        mine.add(
+            save=amount / saving / 1e9,
+            load=amount / loaded.seconds / 1e9,
+            cpu=loaded.cpu / amount * 1e9,
+            hooks=loaded.hooks * 1e6,
+            copy=amount / engine.copy(amount) / 1e9,
+        )
+
+    kept, most = (rounds + 1) * blocks, blocks + work.requests
+    with _engines(size, settings, kept=kept, most=most) as engines:
+        figures = _take_turns(engines, rounds, one_round)
+        rows = list(_rows(size, work, figures))
+        if work == _WORKS[size][-1]:
+            rows += [
+                _row(
+                    (f"peer/{size}", f"{name}, worker hooks a step, p99, {work}"),
+                    Unit.MICROSECONDS,
+                    (mine, "hooks"),
+                    (figures[_UPSTREAM], "hooks"),
+                    limit=1.0,
+                )
+                for name, mine in figures.items()
+                if name != _UPSTREAM
+            ]
+            rows += _hook_rows(size, engines)
+        return rows
+
+
+def _rows(size: str, work: _Work, figures: Mapping[str, _Figures]) -> Iterator[Row]:
+    """Each of akv's engines against upstream's, and upstream's against a copy."""
+    upstream = figures[_UPSTREAM]
+    case, what = f"peer/{size}", f"{work}, {_pages(size)}"
+    for name, mine in figures.items():
+        for verb in ("load", "save"):
+            text = (case, f"{name}, {verb} {what}")
+            if name == _UPSTREAM:
+                copy = (mine, "copy")
+                yield _row(text, Unit.GB_PER_SECOND, (mine, verb), copy, against="copy")
+            else:
+                limit = work.local if name == _LOCAL else work.pool
+                yield _row(
+                    text,
+                    Unit.GB_PER_SECOND,
+                    (mine, verb),
+                    (upstream, verb),
+                    limit=None if (name, verb) == (_LOCAL, "save") else limit,
+                )
+        if name != _UPSTREAM:
+            yield _row(
+                (case, f"{name}, CPU s/GB, load {what}"),
+                Unit.COUNT,
+                (mine, "cpu"),
+                (upstream, "cpu"),
+                limit=_CPU_LIMITS[size],
+            )
+
+
+def _same(size: str, settings: Settings) -> list[Row]:
+    """One cold prompt, and as many requests that have it as come at once."""
+    shape = _SHAPES[size]
+    rounds = settings.rounds(3 if size == "large" else 4)
+    blocks = _SAME_TOKENS // shape.block
+    amount = blocks * shape.block_bytes
+
+    def one_round(engine: _Engine, mine: _Figures, number: int) -> None:
+        prompt = _prompt((number,), _SAME_TOKENS)
+        _, where = engine.save([prompt])
+        alone = engine.load([prompt], where)
+        mine.check(engine, alone, amount)
+        together = engine.load([prompt] * _AT_ONCE, where * _AT_ONCE)
+        mine.check(engine, together, amount * _AT_ONCE)
+        mine.add(
+            alone=alone.seconds * 1e6,
+            together=together.seconds * 1e6,
+            taken=together.taken * amount / _SAME_TOKENS / 1e9,
+        )
+
+    kept, most = (rounds + 1) * blocks, _AT_ONCE * (blocks + 1)
+    with _engines(size, settings, kept=kept, most=most) as engines:
+        figures = _take_turns(engines, rounds, one_round)
+    upstream = figures[_UPSTREAM]
+    case, rows = f"peer/{size}", []
+    what = f"{_AT_ONCE} at once of the same {_count(_SAME_TOKENS)}, {_pages(size)}"
+    for name, mine in figures.items():
+        rows.append(
+            _row(
+                (case, f"{name}, {what}"),
+                Unit.MICROSECONDS,
+                (mine, "together"),
+                (mine, "alone"),
+                against="one alone",
+                limit=None if name == _UPSTREAM else 1.5,
+            )
+        )
+        if name != _UPSTREAM:
+            rows.append(
+                _row(
+                    (case, f"{name}, GB fetched, {what}"),
+                    Unit.COUNT,
+                    (mine, "taken"),
+                    (upstream, "taken"),
+                    limit=1.01 / _AT_ONCE,
+                )
+            )
+    return rows
+
+
+def _lookups(settings: Settings) -> list[Row]:
+    """Prompts of all lengths in small blocks; each one is saved once a round."""
+    shape, works = _SHAPES["lookup"], _WORKS["lookup"]
+    rounds = settings.rounds(5)
+    blocks = [work.tokens // shape.block for work in works]
+
+    def one_round(work: _Work, engine: _Engine, mine: _Figures, number: int) -> None:
+        prompt = _prompt((work.tokens, number), work.tokens)
+        _, where = engine.save([prompt])
+        loads = [engine.load([prompt], where) for _ in range(_LOADS)]
+        for loaded in loads:
+            mine.check(engine, loaded, work.tokens // shape.block * shape.block_bytes)
+        mine.add(answered=statistics.median(one.answered for one in loads) * 1e6)
+
+    rows: list[Row] = []
+    calls: dict[str, list[float]] = defaultdict(list)
+    kept, most = (rounds + 1) * sum(blocks), max(blocks) + 1
+    with _engines(
+        "lookup", settings, kept=kept, most=most, lookup_async=True
+    ) as engines:
+        for work in works:
+            figures = _take_turns(engines, rounds, partial(one_round, work))
+            rows += [
+                _row(
+                    (
+                        "peer/lookup",
+                        f"{name}, asked to answered, {_count(work.tokens)}, all hit",
+                    ),
+                    Unit.MICROSECONDS,
+                    (mine, "answered"),
+                    (figures[_UPSTREAM], "answered"),
+                    limit=work.local if name == _LOCAL else work.pool,
+                )
+                for name, mine in figures.items()
+                if name != _UPSTREAM
+            ]
+            for engine in engines:
+                calls[engine.name] += engine.lookups
+        for engine in engines:
+            engine.lookups = calls[engine.name]
+        return [*rows, *_hook_rows("lookup", engines)]
+
+
+def _pages(size: str) -> str:
+    return f"pages of {_SHAPES[size].page >> 10} KiB"
+
+
 def _hook_rows(size: str, engines: Sequence[_Engine]) -> Iterator[Row]:
     """The scheduler's thread in lookups of prompts that hit, of all rounds."""
     for engine in engines:
         yield _percentiles(
             f"peer/{size}",
-            f"{_HOOK}, {engine.name}, all hit",
+            f"lookup hooks, {engine.name}, all hit",
             engine.lookups,
             None if engine.name == _UPSTREAM else _HOOK_TARGET,
         )
@@ -561,14 +852,16 @@ def _percentiles(
     )
 
 
-def _in_a_process(size: str, settings: Settings) -> list[Row]:
-    """One shape in a process of its own.
+def _in_a_process(
+    measure: Callable[[Settings], list[Row]], settings: Settings
+) -> list[Row]:
+    """One kind of work in a process of its own.
 
     vLLM's stand-ins stay in a process for good, and so do some of upstream's threads.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_child, args=(size, settings, theirs))
+    child = context.Process(target=_child, args=(measure, settings, theirs))
     child.start()
     theirs.close()
     try:
@@ -589,11 +882,13 @@ def _in_a_process(size: str, settings: Settings) -> list[Row]:
     return rows
 
 
-def _child(size: str, settings: Settings, answer: Connection) -> None:
+def _child(
+    measure: Callable[[Settings], list[Row]], settings: Settings, answer: Connection
+) -> None:
     # Leave by way of all clean-ups, or the master would stay.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        answer.send(_measure(size, settings))
+        answer.send(measure(settings))
     except Skip as skip:
         answer.send(skip)
     except Exception as error:  # noqa: BLE001 - the parent raises it
@@ -627,7 +922,7 @@ def _stopped_engine(
     engine_class: Any, master: Any, url: str, requests: int
 ) -> list[float]:
     """Seconds of each call of the hook, from the moment the master stops."""
-    prompts = _prompts()
+    numbers = itertools.count()
     with engine_class(
         extra_config={"store": url},
         num_blocks=1024,
@@ -636,14 +931,14 @@ def _stopped_engine(
         verify=False,
         compute=False,
     ) as engine:
-        engine.add_request(next(prompts)[:1025], 1)
+        engine.add_request(_prompt((next(numbers),), 1024), 1)
         engine.run()
         engine.idle_until_quiet()
         calls: list[float] = engine.hook_times["scheduler"][_HOOK]
         before = len(calls)
         with master.stopped():
             for _ in range(requests):
-                engine.add_request(next(prompts)[:1025], 1)
+                engine.add_request(_prompt((next(numbers),), 1024), 1)
                 engine.run()
         engine.idle_until_quiet()
         return calls[before:]
@@ -682,15 +977,27 @@ async def lookups_left_alone(
 
 
 CASES = [
-    Case(
-        name="peer/large",
-        title=f"vLLM's MooncakeStoreConnector, pages of {_LARGE.page >> 10} KiB",
-        run=partial(_in_a_process, "large"),
+    *(
+        Case(
+            name=f"peer/{size}/{work.requests}",
+            title=f"vLLM's MooncakeStoreConnector, {work}, {_pages(size)}",
+            run=partial(_in_a_process, partial(_speeds, size, work)),
+        )
+        for size in ("large", "small")
+        for work in _WORKS[size]
+    ),
+    *(
+        Case(
+            name=f"peer/{size}/same",
+            title=f"vLLM's MooncakeStoreConnector, one prompt, {_pages(size)}",
+            run=partial(_in_a_process, partial(_same, size)),
+        )
+        for size in ("large", "small")
     ),
     Case(
-        name="peer/small",
-        title=f"vLLM's MooncakeStoreConnector, pages of {_SMALL.page >> 10} KiB",
-        run=partial(_in_a_process, "small"),
+        name="peer/lookup",
+        title="vLLM's MooncakeStoreConnector, lookups of up to 128k tokens",
+        run=partial(_in_a_process, _lookups),
     ),
     Case(
         name="peer/stopped",

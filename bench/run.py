@@ -45,6 +45,7 @@ import case_hooks
 import case_lookup
 import case_peer
 import case_pressure
+import case_remote
 import case_session
 import case_store
 import case_transfer
@@ -65,6 +66,7 @@ CASES: list[Case] = [
     *case_session.CASES,
     *case_hooks.CASES,
     *case_peer.CASES,
+    *case_remote.CASES,
     *case_faults.CASES,
     *case_pressure.CASES,
     *case_flight.CASES,

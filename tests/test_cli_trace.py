@@ -106,6 +106,17 @@ async def test_half_a_line_is_mentioned(
     assert "1 lines could not be read" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("picture", ["--chrome", "--html"])
+async def test_a_log_is_not_written_over(
+    picture: str, log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A slip on the command line costs no evidence."""
+    before = await anyio.Path(log).read_bytes()
+    assert main(["trace", str(log), picture, str(log)]) != 0
+    assert "is the log itself" in capsys.readouterr().err
+    assert await anyio.Path(log).read_bytes() == before
+
+
 @pytest.mark.parametrize(
     "command", [["trace"], ["top"], ["bench"], ["store", "stat"], ["store", "clear"]]
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import akv.config as config_module
 from akv.config import Config
 from akv.core.errors import ConfigError
 
@@ -44,6 +46,51 @@ def test_the_names_of_vllms_mooncake_connector_are_known() -> None:
     )
     assert (config.namespace, config.save_decode) == ("prod", True)
     assert not config.enable_lookup
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("enable_group_semantics", "True", "a block is one object"),
+        ("load_async", True, "always asynchronous"),
+        ("lookup_async", False, "always asynchronous"),
+        ("lookup_rpc_port", 5557, "no lookup server"),
+    ],
+)
+def test_what_that_connector_has_besides_does_nothing_and_is_told_once(
+    name: str,
+    value: object,
+    reason: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Wherever it stands, and however often it is read."""
+    config_module._tell_without_effect.cache_clear()
+    file = tmp_path / "akv.json"
+    file.write_text(json.dumps({name: value}))
+    assert Config.load(environ={"AKV_CONFIG": str(file)}) == Config()
+    assert Config.load({name: value, "namespace": "a"}, environ={}).namespace == "a"
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("akv", "WARNING")
+    assert name in record.getMessage()
+    assert reason in record.getMessage()
+
+
+def test_two_names_of_one_setting_must_not_contradict_each_other(
+    tmp_path: Path,
+) -> None:
+    """In one place; between places the higher one has the word, as always."""
+    with pytest.raises(ConfigError, match="cache_prefix says 'a'") as caught:
+        Config.load({"cache_prefix": "a", "namespace": "b"}, environ={})
+    assert (caught.value.field, caught.value.value) == ("namespace", "b")
+    with pytest.raises(ConfigError, match="same setting"):
+        Config.from_mapping({"save_decode": True, "save_decode_cache": "off"})
+    both = {"save_decode": True, "save_decode_cache": "on"}
+    assert Config.from_mapping(both).save_decode
+    file = tmp_path / "akv.json"
+    file.write_text('{"namespace": "file"}')
+    config = Config.load({"cache_prefix": "a"}, environ={"AKV_CONFIG": str(file)})
+    assert config.namespace == "a"
 
 
 def test_a_file_may_be_json(tmp_path: Path) -> None:

@@ -4,17 +4,20 @@ Rising precedence: defaults, the file named by ``AKV_CONFIG`` (JSON or TOML),
 ``AKV_<FIELD>`` in the environment, what the caller gives (in vLLM:
 ``kv_connector_extra_config``). A name that akv does not have is an error that
 names the nearest one it has; a value it cannot use is an error that says what
-to write. Nothing is read at import.
+to write. What vLLM's MooncakeStoreConnector has and akv has no use for is taken,
+and the log says once why it does nothing. Nothing is read at import.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+import logging
 import math
 import os
 import tomllib
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ("Config",)
 
+_log = logging.getLogger("akv")
 _MIB = 1 << 20
 
 
@@ -158,7 +162,11 @@ def _read(path: str) -> Mapping[str, Any]:
 
 def _parsed(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     parsed: dict[str, Any] = {}
+    names: dict[str, str] = {}
     for given, value in values.items():
+        if given in _WITHOUT_EFFECT:
+            _tell_without_effect(given)
+            continue
         name = _ALIASES.get(given, given)
         parser = _PARSERS.get(name)
         if parser is None:
@@ -168,12 +176,26 @@ def _parsed(values: Mapping[str, Any], source: str) -> dict[str, Any]:
                 hint += ", ".join(sorted(_PARSERS))
             raise ConfigError(str(name), value, f"no such setting{source}; {hint}")
         try:
-            parsed[name] = parser(value)
+            one = parser(value)
         except ConfigError as error:
             raise ConfigError(name, value, error.fix + source) from error
         except (TypeError, ValueError) as error:
             raise ConfigError(name, value, f"{error}{source}") from error
+        if name in parsed and parsed[name] != one:
+            raise ConfigError(
+                given,
+                value,
+                f"{names[name]} says {parsed[name]!r} and is the same setting{source}; "
+                "keep one of the two",
+            )
+        parsed[name], names[name] = one, given
     return parsed
+
+
+@cache
+def _tell_without_effect(name: str) -> None:
+    """Say it in the log, once in a process."""
+    _log.warning("akv: %s has no effect: %s", name, _WITHOUT_EFFECT[name])
 
 
 def _text(value: object) -> str:
@@ -226,6 +248,14 @@ _BY_TYPE: dict[str, Callable[[object], Any]] = {
 }
 _ALIASES = {"cache_prefix": "namespace", "save_decode_cache": "save_decode"}
 """Names that vLLM's MooncakeStoreConnector has for the same thing."""
+
+_WITHOUT_EFFECT = {
+    "enable_group_semantics": "a block is one object, its parts go together",
+    "load_async": "loads are always asynchronous",
+    "lookup_async": "lookups are always asynchronous",
+    "lookup_rpc_port": "there is no lookup server",
+}
+"""What that connector has besides, and why akv has no use for it."""
 
 _PARSERS: dict[str, Callable[[object], Any]] = {
     item.name: _BY_TYPE[str(item.type)] for item in fields(Config)

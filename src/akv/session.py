@@ -48,7 +48,7 @@ from akv.pipeline.breaker import Breaker
 from akv.pipeline.budget import BufferPool, BufferPoolStatistics
 from akv.pipeline.load import LoadOutcome, LoadPipeline
 from akv.pipeline.lookup import LookupPipeline
-from akv.pipeline.native import NativePool, PoolStatistics
+from akv.pipeline.native import NativePool, PoolStatistics, to_the_end
 from akv.pipeline.route import Route
 from akv.pipeline.save import SaveOutcome, SavePipeline
 from akv.store import default_url, open_store
@@ -143,7 +143,8 @@ class Session:
         self._observer = observer
         self._closing = False
         self._open = {"lookup": 0, "load": 0, "save": 0}
-        self._idle = anyio.Event()
+        self._saving: set[anyio.Event] = set()
+        self._ends = anyio.Event()
 
     @property
     def store_works(self) -> bool:
@@ -231,21 +232,24 @@ class Session:
         if self._movers is None:
             on_copied()
             self._no_memory()
-        try:
-            with self._counted("save"), bound_contextvars(request_id=spec.request_id):
+        if self._closing:
+            on_copied()
+        ended = anyio.Event()
+        with self._counted("save"), bound_contextvars(request_id=spec.request_id):
+            self._saving.add(ended)
+            try:
                 return await self._movers.saves.save(spec, mark, on_copied)
-        finally:
-            if not self._open["save"]:
-                self._idle.set()
+            finally:
+                self._saving.discard(ended)
+                ended.set()
 
     async def flush(self) -> None:
         """Wait until every save that has begun has ended.
 
         Bounded by the save deadline. Cancellation: stops the waiting only.
         """
-        while self._open["save"]:
-            self._idle = anyio.Event()
-            await self._idle.wait()
+        for ended in tuple(self._saving):
+            await ended.wait()
 
     def forget(self, space: bytes, group: int, hashes: Sequence[bytes]) -> None:
         """Take these blocks for missing during the next seconds."""
@@ -259,7 +263,17 @@ class Session:
 
         :raises StoreError: the store is there and does not answer
         """
-        await self._breaker.wait_closed()
+        async with anyio.create_task_group() as tasks:
+
+            async def until_it_ends() -> None:
+                await self._ends.wait()
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(until_it_ends)
+            await self._breaker.wait_closed()
+            tasks.cancel_scope.cancel()
+        if self._closing:
+            raise SessionClosedError("the session is closing, its store has not come")
         space = KeySpace(namespace=namespace, fingerprint=Fingerprint(fingerprint))
         generation = await self._pools["lookup"].run(
             lambda: self._store.generation(space.scope)
@@ -425,11 +439,13 @@ async def open_session(
             finally:
                 closing = time.monotonic()
                 session._closing = True
+                session._ends.set()
                 tasks.cancel_scope.cancel()
         if failure is not None:
             raise failure
     finally:
-        with anyio.CancelScope(shield=True):
+
+        async def close() -> None:
             hung = await _close_all(pools)
             if own and store is not None and not hung:
                 await anyio.to_thread.run_sync(store.close)
@@ -438,6 +454,8 @@ async def open_session(
                     role=role, seconds=time.monotonic() - closing, hung_calls=hung
                 )
             )
+
+        await to_the_end(close)
 
 
 def _register(store: BlockStore, movers: _Movers) -> None:

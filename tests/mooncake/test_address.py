@@ -51,6 +51,12 @@ def test_a_url_says_everything_by_short_or_by_mooncakes_names() -> None:
     assert parse(short.url) == short
 
 
+def test_what_would_end_a_value_in_a_url_is_quoted() -> None:
+    address = parse("mooncake://h:1?tenant=a%26b%3Dc+d")
+    assert address.tenant_id == "a&b=c d"
+    assert parse(address.url) == address
+
+
 def test_the_file_of_an_existing_deployment_works_unchanged(tmp_path: Path) -> None:
     path = written(
         tmp_path,
@@ -108,7 +114,14 @@ def test_a_standalone_store_lends_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("size", "bytes_meant"),
-    [("4GB", 4 << 30), ("1.5gb", 3 << 29), ("16MB", 16 << 20), ("7", 7), (7, 7)],
+    [
+        ("4GB", 4 << 30),
+        ("1.5gb", 3 << 29),
+        ("16MB", 16 << 20),
+        ("4G", 4 << 30),
+        ("20000000", 20000000),
+        (20000000, 20000000),
+    ],
 )
 def test_sizes_in_the_file_are_read_as_mooncake_reads_them(
     tmp_path: Path, size: object, bytes_meant: int
@@ -129,7 +142,23 @@ def test_sizes_in_the_file_are_read_as_mooncake_reads_them(
         ("mooncake://h:70000", "store", "HOST:PORT"),
         ("mooncake://h:1/path", "store", "mooncake://HOST:PORT"),
         ("mooncake://h:1?segmnt=1GiB", "store", "did you mean 'segment'"),
-        ("mooncake://h:1?segment=4G", "store segment", '"4GiB"'),
+        ("mooncake://h:1?segment=4 apples", "store segment", '"4GiB"'),
+        ("mooncake://h:1?segment=1GiB&segment=2GiB", "store segment", "'1GiB' too"),
+        (
+            "mooncake://h:1?segment=1GiB&global_segment_size=1GiB",
+            "store global_segment_size",
+            "keep one",
+        ),
+        ("mooncake://h:1?segment=1", "store segment", "give 16MiB"),
+        ("mooncake://h:1?segment=16777215", "store segment", "give 16MiB"),
+        ("mooncake://h:1?segment=900TiB", "store segment", "memory of this machine"),
+        ("mooncake://h:1?protocol=foo", "store protocol", "there are"),
+        ("mooncake://h:1?protocol=rmda", "store protocol", "did you mean 'rdma'"),
+        ("mooncake://h:1?protocol=rpc_only", "store protocol", "there are"),
+        ("mooncake://h:1?metadata=nonsense", "store metadata", "P2PHANDSHAKE"),
+        ("mooncake://h:1?metadata=h:2379", "store metadata", "etcd://HOST:PORT"),
+        ("mooncake://h:1?metadata=k8s://a/b", "store metadata", "http://HOST:PORT"),
+        ("mooncake://h:1?metadata=http://", "store metadata", "http://HOST:PORT"),
         ("mooncake://h:1?mode=standalone", "store mode", "'standalone-store'"),
         (
             "mooncake://h:1?mode=standalone-store&segment=1GiB",
@@ -152,17 +181,100 @@ def test_a_wrong_url_names_the_field_and_says_what_to_write(
 
 
 @pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("user:password@h:1", "no users"),
+        ("h h:1", "HOST:PORT"),
+        ("a:1,b:2", "one master"),
+        ("a..b:1", "HOST:PORT"),
+        ("h:\uff15\uff10", "HOST:PORT"),
+    ],
+)
+def test_a_master_that_nobody_could_reach_is_refused_and_no_password_is_shown(
+    where: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        parse(f"mooncake://{where}")
+    assert "password" not in str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["h_1.example.:1", "10.0.0.1:1", "[fe80::1%eth0]:1"])
+def test_names_and_addresses_of_both_kinds_name_a_master(where: str) -> None:
+    assert parse(f"mooncake://{where}").master_server_address == where
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("p2phandshake", "P2PHANDSHAKE"),
+        ("HTTP://h:8080/metadata", "http://h:8080/metadata"),
+        ("https://h/metadata", "https://h/metadata"),
+        ("etcd://h:2379", "etcd://h:2379"),
+        ("redis://h:6379", "redis://h:6379"),
+    ],
+)
+def test_metadata_servers_of_every_kind_are_written_as_mooncake_wants_them(
+    given: str, meant: str
+) -> None:
+    assert parse(f"mooncake://h:1?metadata={given}").metadata_server == meant
+
+
+def test_a_bare_unit_in_the_url_is_mooncakes() -> None:
+    assert parse("mooncake://h:1?segment=4G").global_segment_size == 4 << 30
+    assert parse("mooncake://h:1?segment=512m").global_segment_size == 512 << 20
+    assert parse("mooncake://h:1?segment=4GB").global_segment_size == 4 * 10**9
+
+
+def test_a_size_beside_the_mode_without_lending_is_refused_where_it_was_written(
+    tmp_path: Path,
+) -> None:
+    """As vLLM's own connector refuses such a file."""
+    content = {
+        "master_server_address": "h:1",
+        "mode": "standalone-store",
+        "global_segment_size": "4GB",
+    }
+    with pytest.raises(ConfigError, match="write 0") as caught:
+        parse("mooncake:", MOONCAKE_CONFIG_PATH=written(tmp_path, content))
+    assert caught.value.field == "global_segment_size in mooncake.json"
+    assert caught.value.value == "4GB"
+
+
+def test_a_mode_without_lending_outweighs_the_sizes_that_stand_below(
+    tmp_path: Path,
+) -> None:
+    content = {"master_server_address": "h:1", "global_segment_size": "4GB"}
+    path = written(tmp_path, content)
+    address = parse("mooncake:?mode=standalone-store", MOONCAKE_CONFIG_PATH=path)
+    assert address.global_segment_size == 0
+    path = written(tmp_path, {"master_server_address": "h:1", "mode": "embedded"})
+    address = parse(
+        "mooncake:", MOONCAKE_CONFIG_PATH=path, MOONCAKE_GLOBAL_SEGMENT_SIZE="1GB"
+    )
+    assert address.global_segment_size == 1 << 30
+
+
+@pytest.mark.parametrize(
     ("content", "field", "said"),
     [
         ({"master_server_address": "h"}, "master_server_address", "HOST:PORT"),
+        (
+            {"master_server_address": "etcd://a:2379"},
+            "master_server_address",
+            "asks no etcd",
+        ),
         ({"mode": "embeded"}, "mode", "did you mean 'embedded'"),
         ({"global_segment_size": "4 apples"}, "global_segment_size", '"4GB"'),
         ({"protocol": 7}, "protocol", "text"),
+        ({"protocol": "foo"}, "protocol", "there are"),
+        ({"metadata_server": "nonsense"}, "metadata_server", "P2PHANDSHAKE"),
+        ({"global_segment_size": 1}, "global_segment_size", "give 16MiB"),
     ],
 )
 def test_a_wrong_file_names_the_field_and_the_file(
     tmp_path: Path, content: dict[str, object], field: str, said: str
 ) -> None:
+    content = {"master_server_address": "h:1"} | content
     with pytest.raises(ConfigError) as caught:
         parse("mooncake:", MOONCAKE_CONFIG_PATH=written(tmp_path, content))
     assert caught.value.field == f"{field} in mooncake.json"

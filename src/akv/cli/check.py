@@ -7,16 +7,18 @@ line that fails is the one to look at. Runs in the foreground, in one thread.
 
 from __future__ import annotations
 
+import http.client
 import importlib.metadata
 import json
 import os
 import shutil
+import socket
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from akv.config import Config
 from akv.core.errors import AkvError
@@ -24,11 +26,13 @@ from akv.core.keys import KeySpace, fingerprint, make_keys
 from akv.core.sizes import format_size
 from akv.store import Failure, MooncakeStore, Status, default_url, open_store
 from akv.store.local import LocalAddress
+from akv.store.mooncake.address import SMALLEST_SEGMENT, MooncakeAddress
 from akv.store.mooncake.client import master_answers
+from akv.store.mooncake.numbers import read_numbers
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     from akv.cli.command import Commands
     from akv.store import BlockStore
@@ -39,6 +43,7 @@ TESTED_VLLM = "0.32"
 _NEEDED = ("anyio", "lmdb", "numpy", "structlog", "torch", "xxhash")
 _OBJECT_BYTES = 1 << 20
 _MASTER_SECONDS = 3.0
+_NUMBERS_SECONDS = 0.5
 _OK, _NOTE, _FAIL = "ok", "note", "fail"
 _SETTING = "change the setting store (--store, AKV_STORE), or what it names"
 
@@ -62,11 +67,11 @@ def check(config: Config) -> Iterator[Finding]:
     url = config.store or default_url(_OBJECT_BYTES)
     if url.startswith("mooncake:"):
         yield _rdma()
-        yield _master(url)
-    if url.startswith("local:"):
+        yield from _pool(url)
+    elif url.startswith("local:"):
         yield from _beside(url)
     else:
-        yield from _store(url)
+        yield from _whole_store(url)
 
 
 def add_command(commands: Commands) -> None:
@@ -77,6 +82,7 @@ def add_command(commands: Commands) -> None:
         description="Tries, in order: packages and versions, vLLM's version, the "
         "hash seed, room in shared memory, RDMA devices and the master for a "
         "Mooncake pool, and the store itself: put, look up, get, compare, remove. "
+        "Nothing is lent to a pool in which there is memory. "
         "Settings are read as everywhere (AKV_CONFIG, AKV_<FIELD>); --store has the "
         "last word. Exit status 0 if nothing failed, 1 if something did.",
         epilog="example: akv check --store mooncake://127.0.0.1:50051?protocol=tcp",
@@ -192,27 +198,114 @@ def _rdma() -> Finding:
     )
 
 
-def _master(url: str) -> Finding:
-    address = urlsplit(url).netloc or os.environ.get("MOONCAKE_MASTER", "")
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        return Finding(
-            name="mooncake master",
+def _pool(url: str) -> Iterator[Finding]:
+    """Try a pool without lending to it: what lies in a segment goes with it."""
+    try:
+        address = MooncakeAddress.parse(url, os.environ)
+    except AkvError as error:
+        yield Finding(name="store", status=_FAIL, found=str(error), fix=_SETTING)
+        return
+    yield _master(address)
+    no_room = yield from _store(
+        lambda: open_store(url, slot_bytes=_OBJECT_BYTES, lend_memory=False)
+    )
+    if no_room:
+        yield from _pool_without_room(address)
+
+
+def _pool_without_room(address: MooncakeAddress) -> Iterator[Finding]:
+    """Say why there is none; lend for a moment what nobody else can be using yet."""
+    host, _ = address.master
+    port = address.metrics_port
+    lent = read_numbers(host, port).bytes_capacity
+    if lent:
+        yield Finding(
+            name="put",
             status=_NOTE,
-            found="named by Mooncake's own settings",
+            found=f"no room in {format_size(lent)}, nor can anything be evicted now",
+            fix="saves are dropped while it is so: lend more (segment=SIZE), or check "
+            "again when leases have ended",
         )
-    started = time.monotonic()
-    if not master_answers(host, int(port), _MASTER_SECONDS):
-        return Finding(
-            name="mooncake master",
+        return
+    if not _shows_capacity(host, port):
+        yield Finding(
+            name="put",
             status=_FAIL,
-            found=f"{address}: nobody answers within {_MASTER_SECONDS:g} s",
+            found="no room: nothing is lent to the pool, or it is full; metrics_port="
+            f"{port} is not the port where the master would say which",
+            fix="set metrics_port to mooncake_master's --metrics_port, or start what "
+            "lends memory, and check again",
+        )
+        return
+    yield Finding(
+        name="segment",
+        status=_NOTE,
+        found="nothing is lent to the pool: lending "
+        f"{format_size(SMALLEST_SEGMENT)} for this trial",
+        fix="engines lend theirs (segment) when they start"
+        if address.global_segment_size
+        else "nothing can be saved before somebody lends: start the processes that "
+        "hold the pool, or set segment=SIZE",
+    )
+    trial = replace(
+        address,
+        mode="embedded",
+        global_segment_size=SMALLEST_SEGMENT,
+        local_buffer_size=0,
+        preferred_segment="",
+    )
+    no_room = yield from _store(
+        lambda: MooncakeStore.open(trial.url, slot_bytes=_OBJECT_BYTES, environment={})
+    )
+    if no_room:
+        yield Finding(
+            name="put",
+            status=_FAIL,
+            found="no room, though a segment was lent",
+            fix="the store does not work",
+        )
+
+
+def _shows_capacity(host: str, port: int) -> bool:
+    """Whether a capacity of 0 is what the master says, and not its silence."""
+    if not port:
+        return False
+    connection = http.client.HTTPConnection(host, port, timeout=_NUMBERS_SECONDS)
+    try:
+        connection.request("GET", "/metrics")
+        return b"\nmaster_total_capacity_bytes " in connection.getresponse().read()
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _master(address: MooncakeAddress) -> Finding:
+    name = "mooncake master"
+    where = address.master_server_address
+    host, port = address.master
+    started = time.monotonic()
+    if not master_answers(host, port, _MASTER_SECONDS):
+        return Finding(
+            name=name,
+            status=_FAIL,
+            found=f"{where}: {_silence(host, port)}",
             fix="start mooncake_master there, or name the right address in store",
         )
     milliseconds = 1000 * (time.monotonic() - started)
-    return Finding(
-        name="mooncake master", status=_OK, found=f"{address} in {milliseconds:.2f} ms"
-    )
+    return Finding(name=name, status=_OK, found=f"{where} in {milliseconds:.2f} ms")
+
+
+def _silence(host: str, port: int) -> str:
+    """What happens to whoever calls at a port where no master has answered."""
+    try:
+        with socket.create_connection((host, port), _MASTER_SECONDS):
+            return f"takes connections, and says nothing within {_MASTER_SECONDS:g} s"
+    except TimeoutError:
+        return f"nobody answers within {_MASTER_SECONDS:g} s"
+    except OSError as error:
+        # The name cannot be resolved, the connection is refused, there is no way.
+        return error.strerror or str(error)
 
 
 def _beside(url: str) -> Iterator[Finding]:
@@ -235,35 +328,45 @@ def _beside(url: str) -> Iterator[Finding]:
         )
         return
     try:
-        yield from _store(f"local:{quote(trial)}?capacity=16MiB")
+        yield from _whole_store(f"local:{quote(trial)}?capacity=16MiB")
     finally:
         shutil.rmtree(trial, ignore_errors=True)
 
 
-def _store(url: str) -> Iterator[Finding]:
+def _whole_store(url: str) -> Iterator[Finding]:
+    """Try a store that is all our own."""
+    if (yield from _store(lambda: open_store(url, slot_bytes=_OBJECT_BYTES))):
+        yield Finding(
+            name="put", status=_FAIL, found="no room", fix="give the store more"
+        )
+
+
+def _store(join: Callable[[], BlockStore]) -> Generator[Finding, None, bool]:
+    """Open, try and close a store; whether it had no room for the trial."""
     started = time.monotonic()
-    size = _OBJECT_BYTES
     try:
-        store = open_store(url, slot_bytes=size)
+        store = join()
     except AkvError as error:
         yield Finding(name="store", status=_FAIL, found=str(error), fix=_SETTING)
-        return
+        return False
     try:
         yield Finding(
             name="store",
             status=_OK,
             found=f"{store.url} opened in {time.monotonic() - started:.2f} s",
         )
-        yield from _round_trip(store, size)
+        return (yield from _round_trip(store))
     except AkvError as error:
         yield Finding(
             name="store", status=_FAIL, found=str(error), fix="the store does not work"
         )
+        return False
     finally:
         store.close()
 
 
-def _round_trip(store: BlockStore, size: int) -> Iterator[Finding]:
+def _round_trip(store: BlockStore) -> Generator[Finding, None, bool]:
+    size = _OBJECT_BYTES
     nonce = os.urandom(16)
     space = KeySpace(namespace="akv check", fingerprint=fingerprint({}))
     keys = make_keys(space.prefix, 0, 0, [nonce])
@@ -278,12 +381,14 @@ def _round_trip(store: BlockStore, size: int) -> Iterator[Finding]:
         started = time.monotonic()
         (outcome,) = call()
         milliseconds = 1000 * (time.monotonic() - started)
+        if outcome is Status.NO_ROOM:
+            return True
         if outcome is not wanted:
             reason = outcome.reason if isinstance(outcome, Failure) else outcome.value
             yield Finding(
                 name=name, status=_FAIL, found=reason, fix="the store does not work"
             )
-            return
+            return False
         yield Finding(
             name=name,
             status=_OK,
@@ -307,3 +412,4 @@ def _round_trip(store: BlockStore, size: int) -> Iterator[Finding]:
         if leased
         else str(removed),
     )
+    return False

@@ -69,6 +69,12 @@ def run(options: argparse.Namespace) -> int:
     :raises LogError: a file or a request is not there, or a file cannot be written
     :raises MissingExtraError: a page was asked for and plotly is not installed
     """
+    logs = {Path(name).resolve() for name in options.files}
+    for written in (options.chrome, options.html):
+        if written and Path(written).resolve() in logs:
+            raise LogError(
+                f"{written} is the log itself: give the picture another name"
+            )
     log = read_logs(options.files)
     stories = tell(log)
     if options.request is not None:

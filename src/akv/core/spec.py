@@ -31,6 +31,7 @@ class Span:
             raise PlanError(
                 f"{len(self.hashes)} hashes for {len(self.block_ids)} blocks"
             )
+        _not_negative("first_block", self.first_block)
 
     def __len__(self) -> int:
         return len(self.block_ids)
@@ -53,6 +54,10 @@ class LookupSpec:
     first_block: int = 0
     group: int = 0
 
+    def __post_init__(self) -> None:
+        _not_negative("first_block", self.first_block)
+        _not_negative("askable_blocks", self.askable_blocks)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSpec:
@@ -68,6 +73,10 @@ class LoadSpec:
     local: int
     usable: int
     spans: tuple[Span, ...]
+
+    def __post_init__(self) -> None:
+        _not_negative("local", self.local)
+        _not_negative("usable", self.usable)
 
     def __len__(self) -> int:
         return sum(len(span) for span in self.spans)
@@ -92,3 +101,8 @@ class SaveSpec:
 
     def __len__(self) -> int:
         return sum(len(span) for span in self.spans)
+
+
+def _not_negative(name: str, value: int) -> None:
+    if value < 0:
+        raise PlanError(f"{name} is {value}: it counts from 0")

@@ -144,10 +144,22 @@ class HostDevice:
 
     The engine owns ``memory`` (flat byte arrays, in the order of the
     geometry's memory numbers) and must keep it until the session is closed.
+
+    :raises PlanError: an array is not flat, not of bytes, read-only or too short
     """
 
     def __init__(self, geometry: Geometry, memory: Sequence[Memory]) -> None:
         self._geometry = geometry
+        for number, piece in enumerate(memory):
+            flags = piece.flags
+            if piece.dtype != np.uint8 or piece.ndim != 1 or not flags.c_contiguous:
+                raise PlanError(
+                    f"memory {number} is {piece.dtype} of shape {piece.shape}, stride "
+                    f"{piece.strides}: give flat bytes, as array.reshape(-1).view("
+                    f"np.uint8) of a contiguous array"
+                )
+            if not flags.writeable:
+                raise PlanError(f"memory {number} cannot be written")
         self._memory = tuple(memory)
         self._groups = tuple(self._group(group) for group in geometry.groups)
 

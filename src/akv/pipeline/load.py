@@ -63,6 +63,10 @@ if TYPE_CHECKING:
 
 __all__ = ("LoadOutcome", "LoadPipeline")
 
+_JOIN_SHARE = 0.25
+"""Part of the deadline for which others may still join a fetch: one that hangs
+takes nobody with it who comes later."""
+
 _FETCHES_AT_ONCE = 3
 """Windows of one load that are fetched while an earlier one is placed."""
 
@@ -92,12 +96,15 @@ class _Flight:
     """A window's keys on their way into staging, for all who want them.
 
     :ivar buffer: None where they go straight into one load's blocks
+    :ivar blamed: that it hangs has been told the breaker, once for all loads
     """
 
     keys: tuple[BlockKey, ...]
     buffer: StagingBuffer | None
     call: Call[list[Outcome]]
+    started: float
     holders: int = 1
+    blamed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +134,7 @@ class _Run:
         )
         self.unread: set[int] = set()
         self.reason = ""
-        self.hung = False
+        self.hung: list[_Flight] = []
 
 
 class LoadPipeline:
@@ -198,8 +205,10 @@ class LoadPipeline:
             )
             raise
         if scope.cancelled_caught and not is_final(run.state):
-            if run.hung:
+            if not all(flight.blamed for flight in run.hung):
                 self._breaker.failure("a get did not come back in time")
+                for flight in run.hung:
+                    flight.blamed = True
             run.reason = f"not landed within {self._deadline:g} s (load_deadline)"
             run.state = step(run.state, Expire(run.reason))
         return self._outcome(run)
@@ -259,7 +268,7 @@ class LoadPipeline:
         if run.direct:
             blocks = self._route.blocks(window)
             call = self._gets.submit(lambda: self._store.get_into(keys, blocks))
-            flight = _Flight(keys, None, call)
+            flight = _Flight(keys, None, call, now)
             return _Fetch(window=window, flight=flight, started=now)
         fetch = self._join(window, keys, now)
         if fetch is not None:
@@ -272,10 +281,10 @@ class LoadPipeline:
     ) -> _Fetch | None:
         """A part in a fetch of the same keys, if one is under way."""
         flight = self._flights.get(keys)
-        if flight is None:
+        now = time.monotonic()
+        if flight is None or now - flight.started > _JOIN_SHARE * self._deadline:
             return None
         flight.holders += 1
-        now = time.monotonic()
         return _Fetch(
             window=window, flight=flight, shared=True, waited=now - asked, started=now
         )
@@ -296,7 +305,7 @@ class LoadPipeline:
         except BaseException:
             self._staging.release(buffer)
             raise
-        flight = self._flights[keys] = _Flight(keys, buffer, call)
+        flight = self._flights[keys] = _Flight(keys, buffer, call, started)
         return _Fetch(
             window=window, flight=flight, waited=started - asked, started=started
         )
@@ -305,7 +314,7 @@ class LoadPipeline:
         window = fetch.window
         places = range(window.first, window.first + len(window))
         try:
-            outcomes: list[Outcome] = await fetch.flight.call.wait()
+            outcomes: list[Outcome] = list(await fetch.flight.call.wait())
             if len(outcomes) != len(window):
                 outcomes = [Failure("the store answered for other keys")] * len(window)
         except Exception as error:  # noqa: BLE001
@@ -368,7 +377,8 @@ class LoadPipeline:
                 if self._copies.withdraw(call):
                     raise
                 await call.fence()
-                run.state = step(run.state, Placed(run.reason))
+                if call.error is None:
+                    run.state = step(run.state, Placed(run.reason))
                 raise
         except Exception as error:  # noqa: BLE001
             run.reason = sentence(error)
@@ -400,10 +410,12 @@ class LoadPipeline:
             flight = fetch.flight
             flight.holders -= 1
             if flight.holders:
-                run.hung |= not flight.call.ended
+                if not flight.call.ended:
+                    run.hung.append(flight)
                 continue
             ended = self._gets.withdraw(flight.call)
-            run.hung |= not ended
+            if not ended:
+                run.hung.append(flight)
             if flight.buffer is not None:
                 if self._flights.get(flight.keys) is flight:
                     del self._flights[flight.keys]

@@ -273,8 +273,12 @@ class LookupPipeline:
         only_queued = False
         try:
             with anyio.fail_after(self._deadline):
-                outcomes = await self._pool.run(
-                    lambda: watch.time(lambda: self._store.exists(keys, promise=True))
+                outcomes = list(
+                    await self._pool.run(
+                        lambda: watch.time(
+                            lambda: self._store.exists(keys, promise=True)
+                        )
+                    )
                 )
         except TimeoutError:
             # Of a call that only queued nobody knows what the store would say.

@@ -28,9 +28,17 @@ import anyio
 from akv.core.errors import AkvError, DeadlineError, SessionClosedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Coroutine, Iterable
 
-__all__ = ("Bell", "Call", "LoopHandle", "NativePool", "PoolStatistics", "fence_all")
+__all__ = (
+    "Bell",
+    "Call",
+    "LoopHandle",
+    "NativePool",
+    "PoolStatistics",
+    "fence_all",
+    "to_the_end",
+)
 
 T = TypeVar("T")
 
@@ -109,6 +117,11 @@ class Call(Generic[T]):
         """Whether nothing of this call runs any more, nor ever will."""
         return self.ended_event.is_set()
 
+    @property
+    def error(self) -> BaseException | None:
+        """What it raised; None if it has not ended, or ended well."""
+        return self._error
+
     def on_end(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` on the loop when the call has ended, or now."""
         if self.ended:
@@ -169,6 +182,29 @@ async def fence_all(calls: Iterable[Call[Any]]) -> None:
             cancelled = error
     if cancelled is not None:
         raise cancelled
+
+
+async def to_the_end(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run ``work`` to its end, however often this task is cancelled meanwhile.
+
+    A cancellation, also by the task's own ``cancel()``, is raised afterwards.
+    """
+    with anyio.CancelScope(shield=True):
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # trio, where a shield holds
+            await work()
+            return
+        task = loop.create_task(work())
+        cancelled: BaseException | None = None
+        while not task.done():
+            try:
+                await asyncio.wait([task])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+        task.result()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,19 +4,23 @@
 where Mooncake's own settings say the rest. Rising precedence: defaults, the
 ``MOONCAKE_*`` variables, the JSON file named by ``MOONCAKE_CONFIG_PATH``, the
 URL. Sizes in the file and the variables are read as Mooncake reads them
-(``"4GB"`` is 4 x 1024**3), sizes in the URL as everywhere in akv. Pure but for
-reading that file; called once at the opening of a store.
+(``"4GB"`` is 4 x 1024**3), sizes in the URL as everywhere in akv, but for a
+bare ``4G``, which is Mooncake's. What can never work is refused here: Mooncake
+would fail at it again and again, keeping the GIL, or end the process. Pure but
+for reading that file and the size of the memory; called once at the opening of
+a store.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
-from urllib.parse import parse_qsl, urlsplit
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import parse_qsl, quote, urlsplit
 
 from akv.core.errors import ConfigError
 from akv.core.sizes import format_size, parse_size
@@ -24,7 +28,10 @@ from akv.core.sizes import format_size, parse_size
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ("MooncakeAddress",)
+__all__ = ("SMALLEST_SEGMENT", "MooncakeAddress")
+
+SMALLEST_SEGMENT = 16 << 20
+"""Bytes of the smallest segment that can be lent: less is refused with -600."""
 
 _EXAMPLE = "mooncake://HOST:PORT?protocol=tcp&segment=2GiB"
 _MODES = ("embedded", "standalone-store")
@@ -36,6 +43,37 @@ _SWITCH = {
     "false": False,
     "0": False,
 }
+_PROTOCOLS = (
+    "ascend",
+    "barex",
+    "cxi",
+    "cxl",
+    "efa",
+    "hip",
+    "maca",
+    "musa",
+    "nvlink",
+    "nvlink_intra",
+    "nvmeof",
+    "rdma",
+    "sunrise_link",
+    "tcp",
+    "ub",
+    "ubshmem",
+)
+"""What Mooncake documents, whether or not the one installed was built with it.
+
+Without ``rpc_only``: no bytes could be moved, and setting it up crashes.
+"""
+_NO_METADATA = "P2PHANDSHAKE"
+_METADATA = re.compile(r"(http|https|etcd|redis)://[^\s/]\S*", re.IGNORECASE)
+_HOST = re.compile(
+    r"[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*\.?"  # a name, or IPv4
+    r"|\[[0-9a-f:.]+(?:%\w+)?\]|[0-9a-f]*:[0-9a-f:.]+",
+    re.ASCII | re.IGNORECASE,
+)
+_PORT = re.compile(r"[0-9]{1,5}")
+_BARE_UNIT = re.compile(r"\s*\d+(?:\.\d+)?\s*[kmgt]\s*", re.IGNORECASE)
 _MOONCAKE_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
 
 _SIZES = ("global_segment_size", "local_buffer_size")
@@ -85,6 +123,14 @@ _FROM_ENVIRONMENT = {
 }
 
 
+class _Said(NamedTuple):
+    """A value, and how the person gave it: under which name, and in which words."""
+
+    shown: str
+    given: object
+    value: object
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MooncakeAddress:
     """A pool, and what this process brings to it.
@@ -122,25 +168,27 @@ class MooncakeAddress:
 
         :raises ConfigError: a setting is unknown or unusable, with its fix
         """
-        settings = _read_environment(environment)
+        sources = [_read_environment(environment)]
         path = environment.get("MOONCAKE_CONFIG_PATH")
         if path:
-            settings |= _read_file(Path(path))
-        settings |= _read_url(url)
-        if not settings.get("master_server_address"):
+            sources.append(_read_file(Path(path)))
+        sources.append(_read_url(url))
+        said: dict[str, _Said] = {}
+        for source in sources:
+            if _lends_nothing(source):
+                # A size that stands below was said for another mode.
+                said.pop("global_segment_size", None)
+            said |= source
+        if "master_server_address" not in said:
             raise ConfigError(
                 "store",
                 url,
                 f"name the master, as in {_EXAMPLE}, or set MOONCAKE_CONFIG_PATH "
                 f"to a file with master_server_address, or MOONCAKE_MASTER",
             )
-        if settings.get("mode") == "standalone-store":
-            if settings.get("global_segment_size"):
-                raise ConfigError(
-                    "store segment",
-                    settings["global_segment_size"],
-                    "with mode=standalone-store nothing is lent: leave it out",
-                )
+        _check_segment(said)
+        settings = {name: one.value for name, one in said.items()}
+        if _lends_nothing(said):
             settings["global_segment_size"] = 0
         return cls(**settings)  # type: ignore[arg-type]
 
@@ -162,40 +210,45 @@ class MooncakeAddress:
                 exact = format_size(value)
                 value = exact if value and parse_size(exact) == value else value
             short = {long: short for short, long in _SHORT.items()}
-            text = "on" if value is True else str(value)
+            text = "on" if value is True else quote(str(value), safe=":/,")
             parts.append(f"{short.get(field.name, field.name)}={text}")
         query = "?" + "&".join(sorted(parts)) if parts else ""
         return f"mooncake://{self.master_server_address}{query}"
 
 
-def _read_url(url: str) -> dict[str, object]:
+def _read_url(url: str) -> dict[str, _Said]:
     parts = urlsplit(url)
     if parts.scheme != "mooncake" or parts.path.strip("/") or parts.fragment:
         raise ConfigError("store", url, f"write it as in {_EXAMPLE}")
-    settings: dict[str, object] = {}
+    said: dict[str, _Said] = {}
     if parts.netloc:
         _split_address(parts.netloc, "store")
-        settings["master_server_address"] = parts.netloc
+        said["master_server_address"] = _Said("store", parts.netloc, parts.netloc)
     for name, text in parse_qsl(parts.query, keep_blank_values=True):
         field = _SHORT.get(name, name)
+        shown = f"store {name}"
         if field not in _FROM_URL:
             raise _unknown("store", name, (*_SHORT, *_FROM_URL))
-        if field in _SIZES:
-            settings[field] = parse_size(text, field=f"store {name}")
+        if field in said:
+            raise ConfigError(
+                shown, text, f"given twice, as {said[field].given!r} too: keep one"
+            )
+        if field in _SIZES and not _BARE_UNIT.fullmatch(text):
+            said[field] = _Said(shown, text, parse_size(text, field=shown))
         else:
-            settings[field] = _checked(field, text, f"store {name}")
-    return settings
+            said[field] = _Said(shown, text, _checked(field, text, shown))
+    return said
 
 
-def _read_environment(environment: Mapping[str, str]) -> dict[str, object]:
+def _read_environment(environment: Mapping[str, str]) -> dict[str, _Said]:
     return {
-        field: _checked(field, environment[name], name)
+        field: _Said(name, environment[name], _checked(field, environment[name], name))
         for name, field in _FROM_ENVIRONMENT.items()
         if environment.get(name)
     }
 
 
-def _read_file(path: Path) -> dict[str, object]:
+def _read_file(path: Path) -> dict[str, _Said]:
     name = "MOONCAKE_CONFIG_PATH"
     try:
         content = json.loads(path.read_text())
@@ -208,9 +261,10 @@ def _read_file(path: Path) -> dict[str, object]:
         raise ConfigError(name, str(path), "not a JSON object")
     # Fields that Mooncake has for other purposes stand in the same file.
     return {
-        field: _checked(field, content[field], f"{field} in {path.name}")
+        field: _Said(shown, content[field], _checked(field, content[field], shown))
         for field in _FROM_FILE
         if content.get(field) not in (None, "")
+        for shown in (f"{field} in {path.name}",)
     }
 
 
@@ -241,9 +295,60 @@ def _checked(field: str, value: object, shown: str) -> object:
         raise ConfigError(shown, value, "give text")
     if field == "mode" and text not in _MODES:
         raise _unknown(shown, text, _MODES)
+    if field == "protocol" and (text := text.lower()) not in _PROTOCOLS:
+        raise _unknown(shown, text, _PROTOCOLS)
+    if field == "metadata_server":
+        return _metadata(text, shown)
     if field == "master_server_address":
         _split_address(text, shown)
-    return text.lower() if field == "protocol" else text
+    return text
+
+
+def _metadata(text: str, shown: str) -> str:
+    """The metadata server as Mooncake wants it: small letters in the scheme.
+
+    Mooncake takes what has no scheme for etcd and waits for it for 10 s, and a
+    scheme that it does not know ends the process.
+    """
+    if text.upper() == _NO_METADATA:
+        return _NO_METADATA
+    if _METADATA.fullmatch(text) is None:
+        raise ConfigError(
+            shown,
+            text,
+            f"write {_NO_METADATA}, or the server's URL: http://HOST:PORT/metadata, "
+            "https://..., etcd://HOST:PORT or redis://HOST:PORT",
+        )
+    scheme, _, rest = text.partition("://")
+    return f"{scheme.lower()}://{rest}"
+
+
+def _lends_nothing(said: Mapping[str, _Said]) -> bool:
+    return "mode" in said and said["mode"].value == "standalone-store"
+
+
+def _check_segment(said: Mapping[str, _Said]) -> None:
+    """Refuse a size that contradicts the mode, or that nobody could lend."""
+    if "global_segment_size" not in said:
+        return
+    shown, given, size = said["global_segment_size"]
+    assert isinstance(size, int)
+    if not size:
+        return
+    if _lends_nothing(said):
+        raise ConfigError(
+            shown,
+            given,
+            "with mode=standalone-store nothing is lent: write 0, or leave it out",
+        )
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if not SMALLEST_SEGMENT <= size <= most:
+        raise ConfigError(
+            shown,
+            given,
+            f"give {format_size(SMALLEST_SEGMENT)}, the least that Mooncake lends, to "
+            f"{format_size(most)}, the memory of this machine, or 0 to lend nothing",
+        )
 
 
 def _mooncake_size(value: object, shown: str) -> int:
@@ -260,9 +365,19 @@ def _mooncake_size(value: object, shown: str) -> int:
 
 
 def _split_address(text: str, shown: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ConfigError(shown, text, f"give HOST:PORT, as in {_EXAMPLE}")
+    host, _, port = text.rpartition(":")
+    if (
+        _HOST.fullmatch(host) is None
+        or _PORT.fullmatch(port) is None
+        or not 0 < int(port) < 1 << 16
+    ):
+        fix = f"give HOST:PORT of one master, as in {_EXAMPLE}"
+        if "://" in text:
+            fix = f"akv asks no {text.partition(':')[0]} for the master: {fix}"
+        elif "@" in host:
+            text = f"***@{text.rpartition('@')[2]}"
+            fix = f"a master knows no users: {fix}"
+        raise ConfigError(shown, text, fix)
     return host.strip("[]"), int(port)
 
 
