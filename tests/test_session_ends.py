@@ -90,7 +90,7 @@ async def test_a_copy_that_fails_after_the_deadline_has_landed_nothing() -> None
 
 @pytest.mark.anyio
 async def test_everybody_who_flushes_is_told() -> None:
-    """And of saves that begin later nobody waits for the end."""
+    """However many there are."""
     store = GatedStore(MemoryStore(slot_bytes=OBJECT), gated=("put_from",))
     memory = Memory()
     async with (
@@ -106,11 +106,7 @@ async def test_everybody_who_flushes_is_told() -> None:
                 for _ in range(3):
                     flushes.start_soon(session.flush)
                 await anyio.wait_all_tasks_blocked()
-                other = save_spec(HASHES[4:6], range(2), job_id=2, chain=2)
-                tasks.start_soon(session.save, other)
-                await anyio.to_thread.run_sync(store.wait_until_held, 2)
-                store.let_go()
-        store.open()
+                store.open()
 
 
 class Odd(WrappedStore):
@@ -180,6 +176,37 @@ async def test_who_waits_for_a_store_is_told_that_the_session_ends(
             await anyio.wait_all_tasks_blocked()
         with anyio.fail_after(5):
             await refused.wait()
+
+
+@pytest.mark.anyio
+async def test_loads_that_wait_for_staging_end_with_their_session() -> None:
+    """Failed and said so, long before their deadline; none is raised in a group."""
+    store = GatedStore(MemoryStore(slot_bytes=OBJECT), gated=("get_into",))
+    memory = Memory()
+    config = dataclasses.replace(
+        CONFIG, max_load_bytes=2 * OBJECT, transfer="staged", load_deadline=3600
+    )
+    outcomes: list[akv.LoadOutcome] = []
+    six = anyio.Event()
+
+    async def load(session: akv.Session, number: int) -> None:
+        spec = load_spec(prompt(number, 1), [number], load_id=number)
+        outcomes.append(await session.load(spec))
+        if len(outcomes) == 6:
+            six.set()
+
+    async with anyio.create_task_group() as tasks:
+        async with akv.open_session(
+            config, memory.geometry, memory.device, store=store
+        ) as session:
+            for number in range(8):
+                tasks.start_soon(load, session, number)
+            await anyio.to_thread.run_sync(store.wait_until_held, 2)
+            await anyio.wait_all_tasks_blocked()
+        with anyio.fail_after(10):
+            await six.wait()
+        store.open()
+    assert not any(outcome.landed for outcome in outcomes)
 
 
 @pytest.mark.anyio

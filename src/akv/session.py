@@ -440,6 +440,8 @@ async def open_session(
                 closing = time.monotonic()
                 session._closing = True
                 session._ends.set()
+                for staging_pool in () if movers is None else movers.staging:
+                    staging_pool.close()
                 tasks.cancel_scope.cancel()
         if failure is not None:
             raise failure

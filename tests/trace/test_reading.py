@@ -177,6 +177,18 @@ def test_several_writers_share_a_file_that_becomes_full(log: Path) -> None:
     assert log.stat().st_size + rolled(log).stat().st_size < 50_000
 
 
+def test_a_full_disk_costs_lines_and_no_request(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Said once, and nothing is raised where the event comes from."""
+    log = JsonLines("/dev/full", role="session")
+    with caplog.at_level("WARNING"):
+        for number in range(3):
+            log.on(skipped(number))
+    log.close()
+    assert caplog.text.count("/dev/full cannot be written") == 1
+
+
 def test_logs_of_two_machines_are_laid_side_by_side(tmp_path: Path) -> None:
     """Their monotonic clocks have nothing in common; the time of day has."""
     for name, t, day in (("one", 10.0, 1000.0), ("two", 90_000.0, 1001.0)):

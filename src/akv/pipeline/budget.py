@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from akv.core.errors import StoreError
+from akv.core.errors import SessionClosedError, StoreError
 from akv.core.events import (
     MemoryQuarantined,
     MemoryReleased,
@@ -94,6 +94,7 @@ class BufferPool:
         ]
         self._waiters: deque[tuple[anyio.Event, list[StagingBuffer]]] = deque()
         self._quarantined = 0
+        self._closed = False
         self._limit = max(1, int(self._count * QUARANTINE_SHARE))
         self._observer = observer
 
@@ -120,6 +121,8 @@ class BufferPool:
 
     def acquire_nowait(self) -> StagingBuffer | None:
         """A buffer, if one is free and nobody has waited longer for it."""
+        if self._closed:
+            return None
         if self._free and not self._waiters and self._quarantined < self._limit:
             return self._free.pop()
         return None
@@ -128,6 +131,7 @@ class BufferPool:
         """A buffer, after all who asked before.
 
         :raises QuarantineFullError: the quarantine is full, now or while waiting
+        :raises SessionClosedError: the pool is closed, now or while waiting
 
         Cancellation: a buffer that was granted in the same moment goes to the
         next in line; nothing is lost.
@@ -135,8 +139,8 @@ class BufferPool:
         buffer = self.acquire_nowait()
         if buffer is not None:
             return buffer
-        if self._quarantined >= self._limit:
-            raise self._full()
+        if self._closed or self._quarantined >= self._limit:
+            raise self._over()
         waiter: tuple[anyio.Event, list[StagingBuffer]] = (anyio.Event(), [])
         self._waiters.append(waiter)
         try:
@@ -148,7 +152,7 @@ class BufferPool:
                 self._waiters.remove(waiter)
             raise
         if not waiter[1]:
-            raise self._full()
+            raise self._over()
         return waiter[1].pop()
 
     def release(self, buffer: StagingBuffer) -> None:
@@ -178,6 +182,7 @@ class BufferPool:
             return
         call.give_up()
         self._quarantined += 1
+        call.on_end(self._returned)
         self._observer.on(
             MemoryQuarantined(
                 bytes=self._buffer_bytes,
@@ -185,7 +190,6 @@ class BufferPool:
                 reason="its native call has not ended",
             )
         )
-        call.on_end(self._returned)
         if self._quarantined == self._limit:
             self._observer.on(
                 QuarantineFull(
@@ -193,11 +197,21 @@ class BufferPool:
                     limit_bytes=self._limit * self._buffer_bytes,
                 )
             )
-            waiters, self._waiters = self._waiters, deque()
-            for event, _ in waiters:
-                event.set()
+            self._send_away()
 
-    def _full(self) -> QuarantineFullError:
+    def close(self) -> None:
+        """Hand nothing out any more; whoever waits is told that it is over."""
+        self._closed = True
+        self._send_away()
+
+    def _send_away(self) -> None:
+        waiters, self._waiters = self._waiters, deque()
+        for event, _ in waiters:
+            event.set()
+
+    def _over(self) -> QuarantineFullError | SessionClosedError:
+        if self._closed:
+            return SessionClosedError("the session ends")
         return QuarantineFullError(
             f"{self._quarantined} of {self._count} staging buffers are in quarantine: "
             "the store has not ended calls that nobody waits for any longer"

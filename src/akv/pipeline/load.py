@@ -21,7 +21,12 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import numpy as np
 
-from akv.core.errors import AkvError, StoreUnavailableError, sentence
+from akv.core.errors import (
+    AkvError,
+    SessionClosedError,
+    StoreUnavailableError,
+    sentence,
+)
 from akv.core.events import (
     LoadCancelled,
     LoadFailed,
@@ -191,7 +196,7 @@ class LoadPipeline:
         try:
             with anyio.move_on_after(self._deadline) as scope:
                 await self._transfer(run)
-        except QuarantineFullError as error:
+        except (QuarantineFullError, SessionClosedError) as error:
             # The breaker has heard of those calls, each when it was given up.
             run.reason = str(error)
             run.state = step(run.state, Expire(run.reason))

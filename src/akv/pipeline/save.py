@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
-from akv.core.errors import DeadlineError, sentence
+from akv.core.errors import DeadlineError, SessionClosedError, sentence
 from akv.core.events import (
     Observer,
     SaveCancelled,
@@ -254,7 +254,7 @@ class SavePipeline:
                 self._break(run.spec.chain)
                 run.tail.set()
             await self._finish(run)
-        except QuarantineFullError as error:
+        except (QuarantineFullError, SessionClosedError) as error:
             # The breaker has heard of those calls, each when it was given up.
             run.reason = str(error)
         except Exception as error:  # noqa: BLE001

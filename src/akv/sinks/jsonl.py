@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import threading
 from pathlib import Path
@@ -28,6 +29,8 @@ from akv.core.events import (
 )
 
 __all__ = ("MOST_BYTES", "JsonLines", "rolled")
+
+_log = logging.getLogger("akv")
 
 MOST_BYTES = 64 << 20
 """Bytes of a file before the next one begins: about 40,000 requests."""
@@ -60,6 +63,7 @@ class JsonLines:
         self._common = {"role": role, "rank": rank, "pid": os.getpid()}
         self._lasting: dict[type[Event], bytes] = {}
         self._torn = False
+        self._lost = False
         self._lock = threading.Lock()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,8 +105,18 @@ class JsonLines:
         if self._torn:
             line = b"\n" + line
         # On a full disk a part of a line may be written; the next one stands alone.
-        self._torn = True
-        self._torn = os.write(self._file, line) < len(line)
+        try:
+            self._torn = os.write(self._file, line) < len(line)
+        except OSError as error:
+            if not self._lost:
+                _log.warning(
+                    "%s cannot be written (%s): events are left out until it can",
+                    self._path,
+                    error.strerror,
+                )
+            self._lost = True
+        else:
+            self._lost = False
 
     def _roll(self, full: int) -> None:
         """Go on in a new file, or in the one that another process has begun."""
