@@ -8,6 +8,7 @@ answers. Neither needs a network besides the loopback.
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 import socket
 import subprocess
@@ -106,9 +107,13 @@ class Master:
             time.sleep(0.02)
 
     def stop(self) -> None:
-        """SIGSTOP: it stays, and answers nobody."""
+        """SIGSTOP: it stays, and answers nobody from now on.
+
+        The signal reaches its threads by and by; the last of them is waited for.
+        """
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def cont(self) -> None:
         """SIGCONT: it goes on as if nothing had been."""
