@@ -68,7 +68,7 @@ async def test_a_copy_that_fails_after_the_deadline_has_landed_nothing() -> None
     memory = Memory()
     device: Any = Held(memory, "scatter", OSError("device lost"))
     store = MemoryStore(slot_bytes=OBJECT)
-    config = dataclasses.replace(CONFIG, load_deadline=0.1)
+    config = dataclasses.replace(CONFIG, load_deadline=0.5)
     async with akv.open_session(
         config, memory.geometry, device, store=store
     ) as session:
@@ -77,8 +77,8 @@ async def test_a_copy_that_fails_after_the_deadline_has_landed_nothing() -> None
         await session.save(save_spec(HASHES[:4], range(4)))
 
         async def let_go() -> None:
-            await anyio.to_thread.run_sync(device.there.wait)
-            await anyio.sleep(0.2)  # well behind the deadline
+            await anyio.to_thread.run_sync(device.there.wait, 5)
+            await anyio.sleep(0.7)  # well behind the deadline
             device.free.set()
 
         async with anyio.create_task_group() as tasks:
@@ -141,7 +141,7 @@ async def test_a_get_that_hangs_is_one_failure_however_many_wait_for_it() -> Non
     """Eight loads of one prefix: one call, and the store is not left alone for it."""
     store = GatedStore(MemoryStore(slot_bytes=OBJECT), gated=("get_into",))
     memory = Memory()
-    config = dataclasses.replace(CONFIG, load_deadline=0.2, transfer="staged")
+    config = dataclasses.replace(CONFIG, load_deadline=2, transfer="staged")
     async with akv.open_session(
         config, memory.geometry, memory.device, store=store
     ) as session:
