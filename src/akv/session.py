@@ -141,10 +141,13 @@ class Session:
         self._lookups = lookups
         self._movers = movers
         self._observer = observer
-        self._closing = False
         self._open = {"lookup": 0, "load": 0, "save": 0}
         self._saving: set[anyio.Event] = set()
         self._ends = anyio.Event()
+
+    @property
+    def _closing(self) -> bool:
+        return self._ends.is_set()
 
     @property
     def store_works(self) -> bool:
@@ -438,7 +441,6 @@ async def open_session(
                 failure = error
             finally:
                 closing = time.monotonic()
-                session._closing = True
                 session._ends.set()
                 for staging_pool in () if movers is None else movers.staging:
                     staging_pool.close()

@@ -7,7 +7,6 @@ line that fails is the one to look at. Runs in the foreground, in one thread.
 
 from __future__ import annotations
 
-import http.client
 import importlib.metadata
 import json
 import os
@@ -43,7 +42,6 @@ TESTED_VLLM = "0.32"
 _NEEDED = ("anyio", "lmdb", "numpy", "structlog", "torch", "xxhash")
 _OBJECT_BYTES = 1 << 20
 _MASTER_SECONDS = 3.0
-_NUMBERS_SECONDS = 0.5
 _OK, _NOTE, _FAIL = "ok", "note", "fail"
 _SETTING = "change the setting store (--store, AKV_STORE), or what it names"
 
@@ -217,7 +215,8 @@ def _pool_without_room(address: MooncakeAddress) -> Iterator[Finding]:
     """Say why there is none; lend for a moment what nobody else can be using yet."""
     host, _ = address.master
     port = address.metrics_port
-    lent = read_numbers(host, port).bytes_capacity
+    numbers = read_numbers(host, port)
+    lent = numbers.bytes_capacity
     if lent:
         yield Finding(
             name="put",
@@ -227,7 +226,7 @@ def _pool_without_room(address: MooncakeAddress) -> Iterator[Finding]:
             "again when leases have ended",
         )
         return
-    if not _shows_capacity(host, port):
+    if not numbers.shown:
         yield Finding(
             name="put",
             status=_FAIL,
@@ -264,20 +263,6 @@ def _pool_without_room(address: MooncakeAddress) -> Iterator[Finding]:
             found="no room, though a segment was lent",
             fix="the store does not work",
         )
-
-
-def _shows_capacity(host: str, port: int) -> bool:
-    """Whether a capacity of 0 is what the master says, and not its silence."""
-    if not port:
-        return False
-    connection = http.client.HTTPConnection(host, port, timeout=_NUMBERS_SECONDS)
-    try:
-        connection.request("GET", "/metrics")
-        return b"\nmaster_total_capacity_bytes " in connection.getresponse().read()
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
 
 
 def _master(address: MooncakeAddress) -> Finding:

@@ -121,9 +121,8 @@ class BufferPool:
 
     def acquire_nowait(self) -> StagingBuffer | None:
         """A buffer, if one is free and nobody has waited longer for it."""
-        if self._closed:
-            return None
-        if self._free and not self._waiters and self._quarantined < self._limit:
+        over = self._closed or self._quarantined >= self._limit
+        if self._free and not self._waiters and not over:
             return self._free.pop()
         return None
 

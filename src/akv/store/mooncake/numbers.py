@@ -17,8 +17,12 @@ _PATIENCE = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolNumbers:
-    """Of all clients and namespaces together."""
+    """Of all clients and namespaces together.
 
+    :ivar shown: the master says what its capacity is; else a 0 means nothing
+    """
+
+    shown: bool = False
     objects: int = 0
     bytes_used: int = 0
     bytes_capacity: int = 0
@@ -42,9 +46,11 @@ def read_numbers(host: str, port: int) -> PoolNumbers:
         name, _, value = line.partition(" ")
         if value.isdecimal():
             values[name] = int(value)
+    capacity = values.get("master_total_capacity_bytes")
     return PoolNumbers(
+        shown=capacity is not None,
         objects=values.get("master_key_count", 0),
         bytes_used=values.get("master_allocated_bytes", 0),
-        bytes_capacity=values.get("master_total_capacity_bytes", 0),
+        bytes_capacity=capacity or 0,
         evictions=values.get("master_evicted_key_count", 0),
     )
